@@ -1,7 +1,7 @@
 """Where the recipes that come with the package are.
 
-The repository keeps them in its top-level `recipes/`; `cann_export/recipes` is a link to it, which a wheel holds as a plain
-folder. What is in them is in `cann_runtime.recipe`.
+The repository keeps them in its top-level `recipes/`; `cann_export/recipes` is a link to it, which a wheel holds as a
+plain folder. What is in them is in `cann_runtime.recipe`.
 """
 
 from __future__ import annotations

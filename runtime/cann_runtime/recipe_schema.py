@@ -200,10 +200,8 @@ def _sections(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tup
 def _unknown_key(path: tuple[str, ...]) -> str:
     sections = dict(_sections())
     parent, word = "".join(f"{part}." for part in path[:-1]), path[-1]
-    near = _nearest(word, sections[parent])
-    if not near:  # a known key, but of another section
-        homes = [f"{prefix}{key}" for prefix, keys in sections.items() for key in keys if key == word]
-        near = f", did you mean {homes[0]}?" if homes else ""
+    homes = [f"{prefix}{key}" for prefix, keys in sections.items() for key in keys if key == word]
+    near = f", did you mean {homes[0]}?" if homes else _nearest(word, sections[parent])
     return f"unknown key {'.'.join(path)}{near} (known: {', '.join(sections[parent])})"
 
 
