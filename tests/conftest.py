@@ -33,7 +33,7 @@ def cache_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def run_program() -> RunProgram:
-    """Run `cann-export` or `cann-run` as a user does, in a process of its own; text output, no check of the exit code."""
+    """Run `cann-export` or `cann-run` as a user does, in a process of its own; text output, exit code unchecked."""
 
     def run(program: str, *args: str | Path, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
         module = {"cann-export": "cann_export.cli", "cann-run": "cann_runtime.cli"}[program]
