@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import io
 import importlib
 import importlib.util
 import json
@@ -20,7 +21,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -139,10 +140,13 @@ def _stub_folder() -> Path | None:
 def _import_torchair() -> None:
     switch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
     try:
-        with warnings.catch_warnings():
+        # It prints that ASCEND_HOME_PATH is not set, which is what stubs are for.
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             importlib.import_module("torch_npu")
             importlib.import_module("torch_npu.dynamo.torchair")
+            # torch.ops.air has the attention op only after this.
+            importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
     except (ImportError, OSError) as error:
         raise CannError(f"torch_npu cannot be imported: {str(error).splitlines()[0]}") from error
     finally:
