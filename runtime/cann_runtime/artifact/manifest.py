@@ -62,12 +62,18 @@ class Bucket(_Strict):
 
 
 class TensorRef(_Strict):
-    """One input or output of a graph. A dimension of -1 is bound at load (KV blocks) or dynamic."""
+    """One input or output of a graph. A dimension of -1 is bound at load (KV blocks) or dynamic.
+
+    On the CPU, `source` names the plan parameter that a constant is made from, and `packed` says that it is that
+    parameter's packed form (cann_runtime.ops.cpu.pack_linear); `name` is unique among the graph's inputs.
+    """
 
     name: str
     kind: Literal["param", "input", "kv", "output"]
     dtype: str  # torch name: "bfloat16", "int64" ...
     shape: list[int]
+    source: str | None = None
+    packed: bool = False
 
 
 class Signature(_Strict):
