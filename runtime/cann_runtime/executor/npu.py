@@ -104,7 +104,7 @@ class NpuExecutor:
             tensor = given[position]
             if list(tensor.shape) != ref.shape or tensor.dtype != _dtype(ref):
                 raise ArtifactError(
-                    f"step input {ref.name} is {tensor.dtype} {list(tensor.shape)}, the graph takes {ref.dtype} {ref.shape}"
+                    f"step input {ref.name} is {tensor.dtype} {list(tensor.shape)}; the graph: {ref.dtype} {ref.shape}"
                 )
             arguments[argument] = tensor if on_host else tensor.to(self._device, non_blocking=True)
         outputs = runnable.loaded.ge.run(arguments, runnable.written)
@@ -146,7 +146,7 @@ def compile_graphs(
 ) -> list[CompileResult]:
     """Fill the cache with this rank's graphs, compiled for `blocks` KV blocks; no weights are needed.
 
-    GE is told of weights and caches by shape and memory format alone, so one tensor of each kind stands for all of them.
+    GE is told of weights and caches by shape and memory format alone: one tensor of each kind stands for all of them.
     On more than one rank all ranks call it together, since GE asks HCCL about the communicators that it compiles in.
 
     Raises ArtifactError where host and artifact do not fit.

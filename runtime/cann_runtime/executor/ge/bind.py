@@ -73,14 +73,12 @@ def bound_shape(ref: TensorRef, blocks: int) -> list[int]:
     """The input's shape with the KV block count filled in. Raises ArtifactError where another dimension is open."""
     shape = [blocks, *ref.shape[1:]] if ref.kind == "kv" and ref.shape[:1] == [-1] else list(ref.shape)
     if any(size < 0 for size in shape):
-        raise ArtifactError(
-            f"input {ref.name} has shape {ref.shape}: only the first dimension of a KV cache may be open"
-        )
+        raise ArtifactError(f"input {ref.name} has shape {ref.shape}: only a KV cache's first dimension may be open")
     return shape
 
 
 def bind_kv_blocks(graph: GraphDef, signature: Signature, blocks: int) -> None:
-    """Set the KV inputs' first dimension to `blocks`, also where a cache is among the outputs; the graph is static then."""
+    """Set the KV inputs' first dimension to `blocks`, also where a cache is among the outputs: a static graph now."""
     ops = data_ops(graph)
     for index, ref in enumerate(signature.inputs):
         for desc in (ops[index].input_desc[0], ops[index].output_desc[0]):
@@ -92,13 +90,12 @@ def bind_kv_blocks(graph: GraphDef, signature: Signature, blocks: int) -> None:
                     desc.shape.dim[0] = blocks
 
 
-def bind_rank(graph: GraphDef, rank: RankBinding) -> bool:
-    """Put this rank's communicator names and rank numbers where the graph holds neutral ones; has it any?
+def bind_rank(graph: GraphDef, rank: RankBinding) -> None:
+    """Put this rank's communicator names and rank numbers where the graph holds neutral ones.
 
     `ep_rank_id` is stored as 0 and becomes the rank in the ep group; `active_expert_range` is stored as [0, n] and
-    moves to this rank's experts. Raises ArtifactError for a group that is not logical or that this launch does not have.
+    moves to this rank's experts. Raises ArtifactError for a group that is not logical or that the launch does not have.
     """
-    found = False
     for op in graph.op:
         for key in GROUP_ATTRS:
             if key not in op.attr or not op.attr[key].s:
@@ -107,14 +104,10 @@ def bind_rank(graph: GraphDef, rank: RankBinding) -> bool:
             if logical not in LOGICAL_GROUPS:
                 raise ArtifactError(f"op {op.name}: {key} is {logical!r}, not one of {', '.join(LOGICAL_GROUPS)}")
             if logical not in rank.communicators:
-                raise ArtifactError(
-                    f"op {op.name} communicates over group {logical!r}, which this launch does not have"
-                )
+                raise ArtifactError(f"op {op.name} communicates over group {logical!r}, which the launch lacks")
             op.attr[key].s = rank.communicators[logical].encode()
-            found = True
         if "ep_rank_id" in op.attr:
             op.attr["ep_rank_id"].i = rank.ep_rank
-            found = True
         if "active_expert_range" in op.attr:
             experts = op.attr["active_expert_range"].list.i
             if len(experts) == 2 and experts[1] > experts[0]:
@@ -122,8 +115,6 @@ def bind_rank(graph: GraphDef, rank: RankBinding) -> bool:
                     raise ArtifactError(f"op {op.name}: active_expert_range {list(experts)} is not stored from 0")
                 count = experts[1]
                 experts[:] = [rank.ep_rank * count, (rank.ep_rank + 1) * count]
-                found = True
-    return found
 
 
 def _consumers(graph: GraphDef) -> Iterator[tuple[str, str, int]]:
@@ -140,7 +131,8 @@ def matmul_weights(graph: GraphDef, signature: Signature) -> set[str]:
     Those can be kept in the cube unit's own layout; an embedding table that is also the output projection cannot.
     """
     names = {op.name: signature.inputs[index] for index, op in data_ops(graph).items()}
-    read, elsewhere = set(), set()
+    read: set[str] = set()
+    elsewhere: set[str] = set()
     for producer, op_type, position in _consumers(graph):
         ref = names.get(producer)
         if ref is not None and ref.kind == "param" and len(ref.shape) == 2:

@@ -53,7 +53,7 @@ def open_cache(artifact: Path, fingerprint: str, key: str, rank: int, world: int
     shipped = artifact / inside
     if _writable(shipped):
         return shipped
-    own = user_cache() / fingerprint[:32] / inside
+    own = user_cache() / hashlib.sha256(fingerprint.encode()).hexdigest()[:32] / inside
     log(f"{artifact} is read-only: compiled graphs are kept in {own}")
     own.mkdir(parents=True, exist_ok=True)
     if shipped.is_dir():

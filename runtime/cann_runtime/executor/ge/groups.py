@@ -36,9 +36,7 @@ def bind_groups(world: World, rank: int, names: set[str]) -> RankBinding:
     """
     communicators = {}
     if names and not dist.is_initialized():
-        raise CannError(
-            f"the graphs communicate over {', '.join(sorted(names))}: start all {world.size} ranks together"
-        )
+        raise CannError(f"the graphs communicate over {', '.join(sorted(names))}: start {world.size} ranks together")
     for name in LOGICAL_GROUPS:
         if name not in names:
             continue

@@ -37,7 +37,7 @@ def read_host(device: int = 0) -> Host:
     """
     try:
         import torch_npu
-        import torch_npu.dynamo.torchair  # noqa: F401  makes the top-level name `torchair` importable
+        import torch_npu.dynamo.torchair  # makes the top-level name `torchair` importable
     except (ImportError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArtifactError(
@@ -84,8 +84,8 @@ def check_host(manifest: Manifest, host: Host) -> None:
     have, need = major_minor(host.cann), major_minor(target.cann or "")
     if need is not None and (have is None or have < need):
         raise ArtifactError(
-            f"CANN {host.cann or 'of unknown version'} is installed, {manifest.name} needs {need[0]}.{need[1]} or newer: "
-            "install it, or export again with --cann set to this version"
+            f"CANN {host.cann or 'of unknown version'} is installed, {manifest.name} needs {need[0]}.{need[1]} or "
+            "newer: install it, or export again with --cann set to this version"
         )
     built = manifest.toolchain.get("torch_npu")
     if built is not None and major_minor(built) != major_minor(host.torch_npu):

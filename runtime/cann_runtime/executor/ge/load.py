@@ -19,7 +19,7 @@ from cann_runtime.artifact.manifest import Graph, Signature
 from cann_runtime.artifact.store import Artifact
 from cann_runtime.errors import ArtifactError
 from cann_runtime.executor.ge import bind, cache, groups, host
-from cann_runtime.executor.ge.options import bind_options, split_options
+from cann_runtime.executor.ge.options import engine_options, graph_options
 
 NPU_EXECUTOR = 1  # fx2ge_converter.ExecutorType.NPU
 NZ_DTYPES = ("bfloat16", "float16")
@@ -97,8 +97,7 @@ class RankGraphs:
         bind.bind_kv_blocks(loaded.ge, loaded.signature, blocks)
         bind.bind_rank(loaded.ge, self.binding)
         _update_internal_format_from_inputs(loaded.ge, inputs)
-        local, engine = split_options(loaded.signature.options)
-        local = bind_options(local, loaded.signature, blocks)
+        local, engine = graph_options(loaded.signature, blocks), engine_options(loaded.signature)
         bound: bytes = loaded.ge.model.SerializeToString(deterministic=True)
         key = cache.graph_key(bound, {**local, **engine, **_backend._get_global_op_compile_config()})
         cached = False
@@ -129,9 +128,7 @@ def _parse(artifact: Artifact, entry: Graph) -> LoadedGraph:
     places = list(ge.attr["_input_placements"].list.i)
     executor = ge.attr["_executor_type"].i
     if len(places) != len(signature.inputs) or executor != NPU_EXECUTOR:
-        raise ArtifactError(
-            f"{path}: TorchAir converted this graph for a CPU (executor type {executor}), not for an NPU"
-        )
+        raise ArtifactError(f"{path}: converted for a CPU (executor type {executor}), not for an NPU")
     return LoadedGraph(entry, name, signature, ge, [place == 0 for place in places])  # utils.Placement.HOST is 0
 
 

@@ -1,7 +1,7 @@
 """Which of a graph's options go to GE's start and which to the graph, and the ones that are only known at load.
 
-The artifact stores what TorchAir's `_normalize_ge_option` returned at export, both dictionaries in one; this module
-takes them apart again the way TorchAir does.
+A signature's options are what TorchAir's `_normalize_ge_option` returned at export, the second of its two dictionaries
+marked by a prefix. Options that hold input shapes are made here, as TorchAir's `_append_real_input_shape` makes them.
 """
 
 from __future__ import annotations
@@ -11,37 +11,22 @@ from collections.abc import Mapping
 from cann_runtime.artifact.manifest import Signature
 from cann_runtime.executor.ge.bind import bound_shape
 
-GLOBAL_OPTIONS = frozenset(
-    {
-        "ge.exec.enableEngineParallel",
-        "ge.aicoreNum",
-        "ge.enableSingleStream",
-        "ge.oo.level",
-        "ge.oo.constantFolding",
-        "ge.oo.deadCodeElimination",
-        "ge.exportCompileStat",
-        "ge.optimizationSwitch",
-        "ge.autoMultistreamParallelMode",
-        "ge.exec.staticMemoryPolicy",
-        "ge.opSelectImplmode",
-    }
-)
-"""Options of TorchAir's second dictionary: GE takes them once per process, in InitializeGraphEngine."""
+ENGINE_PREFIX = "global:"
+"""Marks options that GE takes once per process, in InitializeGraphEngine; the others belong to the graph."""
 
 
-def split_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(graph options, global options)."""
-    local = {key: value for key, value in options.items() if key not in GLOBAL_OPTIONS}
-    return local, {key: value for key, value in options.items() if key in GLOBAL_OPTIONS}
+def graph_options(signature: Signature, blocks: int) -> dict[str, str]:
+    """Options to load the graph with, for that number of KV blocks."""
+    options = {key: value for key, value in signature.options.items() if not key.startswith(ENGINE_PREFIX)}
+    shapes = [bound_shape(ref, blocks) for ref in signature.inputs]
+    options["ge.inputHintShape"] = ";".join(f"{index}:{shape}" for index, shape in enumerate(shapes))
+    return options
 
 
-def bind_options(options: Mapping[str, str], signature: Signature, blocks: int) -> dict[str, str]:
-    """The graph options with those that hold input shapes made anew for this KV block count."""
-    bound = dict(options)
-    if "ge.inputHintShape" in bound:
-        shapes = [bound_shape(ref, blocks) for ref in signature.inputs]
-        bound["ge.inputHintShape"] = ";".join(f"{index}:{shape}" for index, shape in enumerate(shapes))
-    return bound
+def engine_options(signature: Signature) -> dict[str, str]:
+    """Options to start GE with; all graphs of a process must agree on them."""
+    marked = {key: value for key, value in signature.options.items() if key.startswith(ENGINE_PREFIX)}
+    return {key.removeprefix(ENGINE_PREFIX): value for key, value in marked.items()}
 
 
 def outputs_in_inputs(options: Mapping[str, str]) -> dict[int, int]:
