@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cann_runtime.artifact.store import Artifact
-from cann_runtime.errors import CannError
+from cann_runtime.errors import ArtifactError, CannError
 from cann_runtime.executor.ge import host
 from cann_runtime.executor.ge.load import CompileResult, Log
 from cann_runtime.executor.npu import compile_graphs
@@ -20,10 +20,13 @@ def planned_blocks(artifact: Artifact, asked: int | None) -> int:
     full length, which is also what `cann-run` takes where the device's memory allows. Raises ArtifactError where none
     would be left beside the scratch blocks.
     """
-    spec = artifact.manifest.kv_cache
-    if asked is not None:
-        return kv_blocks(artifact.manifest, 0, asked * spec.bytes_per_block())
-    return kv_blocks(artifact.manifest, 1 << 62)
+    if asked is None:
+        return kv_blocks(artifact.manifest, 1 << 62)
+    scratch = artifact.manifest.kv_cache.scratch_blocks
+    if asked <= scratch:
+        taken = f"{scratch} of them {'is' if scratch == 1 else 'are'} taken by padding rows"
+        raise ArtifactError(f"--blocks {asked}: {taken}; give at least {scratch + 1}")
+    return asked
 
 
 def precompile(
