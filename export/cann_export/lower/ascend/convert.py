@@ -23,12 +23,21 @@ from cann_export.lower.ascend.stamp import Layered, layer_of_name, stamp
 from cann_export.program import Program, Slot, tensor_meta
 from cann_runtime.artifact.manifest import Signature, Target, TensorRef
 from cann_runtime.errors import UnsupportedModelError
-
-GLOBAL_OPTION = "global:"
-"""Prefix of options that go to the graph engine at start; the others go to the graph when it is loaded."""
+from cann_runtime.executor.ge.options import ENGINE_PREFIX
 
 _SIZE_OPTIONS = ("frozenInput", "ge.inputHintShape")
-"""Options that list every input: made here from the signature, so that they hold for stamped graphs too."""
+"""Options that list every input. The first is made here from the signature, so that it holds for stamped graphs; the
+second holds shapes, which are known at load (`cann_runtime.executor.ge.options`)."""
+
+_INPUT_DTYPES = {
+    "input_ids": torch.int64,
+    "position_ids": torch.int64,
+    "slot_mapping": torch.int32,
+    "block_table": torch.int32,
+    "query_lens": torch.int64,
+    "kv_lens": torch.int64,
+    "logits_rows": torch.int64,
+}
 
 
 @dataclass
@@ -36,7 +45,7 @@ class GeGraph:
     """One lowered graph.
 
     model: a serialized GE ModelDef, in the neutral form (logical group names, KV blocks -1).
-    signature: Data in index order and the logits; `in_place` are the KV caches; `options` are GE's (GLOBAL_OPTION).
+    signature: Data in index order and the logits; `in_place` are the KV caches; `options` are GE's (ENGINE_PREFIX).
     report: 'nodes' and 'kernels' of the whole graph, 'histogram', and 'layers': kind -> the same for one middle layer.
     """
 
@@ -55,7 +64,9 @@ def lower_ascend(
     Program's middle layer). `ensure_toolchain` must have run. Raises UnsupportedModelError with every op that has no
     converter.
     """
-    assert target.soc is not None and target.cann is not None
+    assert target.soc, "the target comes from resolve_target"
+    assert target.cann, "the target comes from resolve_target"
+    check_inputs(program)
     gm = to_npu(program)
     refuse_unsupported(gm)
     with pinned_target(target.soc, target.cann), warnings.catch_warnings():
@@ -68,6 +79,16 @@ def lower_ascend(
     else:
         kinds = program.layer_kinds
     return _finish(layered, kinds)
+
+
+def check_inputs(program: Program) -> None:
+    """Hold the step inputs against what the ops read: TorchAir converts any dtype, and only the device would refuse it.
+
+    The attention op takes its lengths as int64 (they steer its tiling) and its block table as int32.
+    """
+    for slot, node in zip(program.slots, program.placeholders(), strict=True):
+        if slot.kind == "input" and (dtype := tensor_meta(node).dtype) != _INPUT_DTYPES[slot.name]:
+            raise TypeError(f"step input {slot.name} is {dtype}, needed: {_INPUT_DTYPES[slot.name]}")
 
 
 def refuse_unsupported(gm: fx.GraphModule) -> None:
@@ -123,6 +144,7 @@ def _convert(program: Program, gm: fx.GraphModule) -> Layered:
     layers: dict[str, int | None] = {}
     slots = iter(program.slots)
     slot_of: dict[str, Slot] = {}
+    values_of: dict[str, torch.Tensor] = {}
     values: dict[fx.Node, Any] = {}
     with graph.context():
         for node in gm.graph.nodes:
@@ -130,8 +152,9 @@ def _convert(program: Program, gm: fx.GraphModule) -> Layered:
             with graph.converter_context(node=node):
                 if node.op == "placeholder":
                     slot = next(slots)
-                    slot_of[data_name(slot)] = slot
-                    values[node] = graph.parse_input(data_name(slot), (), {}, _marked(slot, tensor_meta(node)))
+                    name, val = data_name(slot), _marked(slot, tensor_meta(node))
+                    slot_of[name], values_of[name] = slot, val
+                    values[node] = graph.parse_input(name, (), {}, val)
                 elif node.op == "output":
                     graph.parse_output("output", ([values[n] for n in node.args[0]],), {}, None)
                 elif node.target is operator.getitem:
@@ -147,7 +170,7 @@ def _convert(program: Program, gm: fx.GraphModule) -> Layered:
     assert not graph._graph_output_ref_input, "a KV cache is written but never read"
     local, start = graph._normalize_ge_option()
     options = {k: str(v) for k, v in local.items() if k not in _SIZE_OPTIONS}
-    options |= {GLOBAL_OPTION + k: str(v) for k, v in start.items()}
+    options |= {ENGINE_PREFIX + k: str(v) for k, v in start.items()}
 
     model = graph.graph._model
     ge = model.graph[0]
@@ -165,8 +188,7 @@ def _convert(program: Program, gm: fx.GraphModule) -> Layered:
     layers = proto.rename_ops(ge, layers)
     written = {live[index] for index in graph._ref_data_idx}
     assert written == caches, f"not written in place: {sorted(caches - written)}"
-    placeholders = dict(zip((data_name(s) for s in program.slots), (n for n in gm.graph.nodes if n.op == "placeholder")))
-    inputs = [_tensor_ref(slot_of[name], tensor_meta(placeholders[name])) for name in live]
+    inputs = [_tensor_ref(slot_of[name], values_of[name]) for name in live]
     result = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0][0]
     return Layered(model, layers, inputs, _tensor_ref(None, tensor_meta(result)), options)
 
@@ -195,7 +217,9 @@ def _tensor_ref(slot: Slot | None, val: torch.Tensor) -> TensorRef:
     shape = list(val.shape)
     if slot is None:
         return TensorRef(name="logits", kind="output", dtype=dtype, shape=shape)
-    return TensorRef(name=slot.name, kind=slot.kind, dtype=dtype, shape=[-1, *shape[1:]] if slot.kind == "kv" else shape)
+    if slot.kind == "kv":
+        shape[0] = -1
+    return TensorRef(name=slot.name, kind=slot.kind, dtype=dtype, shape=shape)
 
 
 def _finish(layered: Layered, kinds: list[str]) -> GeGraph:

@@ -20,13 +20,11 @@ import torch
 from torch import fx
 
 import cann_runtime.ops.atb  # noqa: F401  (registers the ops)
+from cann_export.lower.ascend.soc import layout
 from cann_export.program import Program, tensor_meta
 
 CAUSAL_MASK = 2048
 """Side of the mask that sparse_mode 3 (bottom-right causal) asks for, whatever the lengths."""
-
-FLAT_HEAD_DIM = 128
-"""The only head size that the attention op takes in the flat TND layout (without rope inputs)."""
 
 Image = fx.Node | tuple[fx.Node, ...]
 """What a node became: one node, or one for each of its results."""
@@ -92,13 +90,13 @@ class _Rewrite:
 
 def is_flat(program: Program) -> bool:
     """May the Program's attention use the flat TND layout? Otherwise it is rectangular, [S, Q] rows."""
-    return program.head_dim == FLAT_HEAD_DIM and program.bucket.query_len is None
+    return layout(program.head_dim) == "flat" and program.bucket.query_len is None
 
 
 def to_npu(program: Program) -> fx.GraphModule:
     """A copy of the Program's graph in npu::, air:: and aten operators, with meta-device example values.
 
-    Nodes keep meta['layer'] and meta['source'] of the node that they come from; what exists once per graph has no layer.
+    Nodes keep meta['layer'] and meta['source'] of the node that they come from; what exists once a graph has no layer.
     """
     graph = fx.Graph()
     state = _Rewrite(program, graph)
@@ -243,6 +241,7 @@ def _paged_attention(
         query, options["input_layout"], options["actual_seq_lengths"] = q_TND, "TND", query_lens_S
     else:
         rows = bucket.query_len or 1
+        assert tokens == bucket.seqs * rows, f"rectangular layout: {tokens} tokens are not {bucket.seqs} x {rows}"
         one_row = rows == 1
         query, options["input_layout"] = state.view(q_TND, [tokens // rows, rows, heads * dim]), "BSH"
         if not one_row:  # with one row a sequence the op does not read it

@@ -1,7 +1,7 @@
 """Passes over a GE graph in its protobuf form: what TorchAir leaves to do before the graph is worth storing.
 
-Each pass takes the GraphDef and changes it. Field and attribute meanings: TorchAir's ge_ir.proto and the op prototypes in
-its auto_generated_ge_raw_ops.py. Making N layers out of three is in `stamp.py`.
+Each pass takes the GraphDef and changes it. Field and attribute meanings: TorchAir's ge_ir.proto and the op prototypes
+in its auto_generated_ge_raw_ops.py. Making N layers out of three is in `stamp.py`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Names are those of torch_npu's own SoC table. Making a process behave like such 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cann_runtime.artifact.manifest import Target
 from cann_runtime.errors import RecipeError
 
@@ -26,6 +28,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Family -> SoC names; the first is the family's default. Graphs differ between families, not within one."""
 
+FLAT_HEAD_DIM = 128
+"""The only head size that the attention op takes in the flat TND layout (without rope inputs)."""
+
 BLOCK_STEP = 128
 BLOCK_MAX = 512
 
@@ -44,6 +49,11 @@ def resolve_target(name: str, cann: str = DEFAULT_CANN) -> Target:
                 return Target(kind="ascend", family=family, soc=soc, cann=cann)
     socs_known = ", ".join(soc for socs in FAMILIES.values() for soc in socs)
     raise RecipeError(f"target: {name!r} is not known; allowed: cpu, {', '.join(FAMILIES)}, or one of {socs_known}")
+
+
+def layout(head_dim: int) -> Literal["flat", "rectangular"]:
+    """How the steps of a model with that head size are laid out (the manifest's `layout`)."""
+    return "flat" if head_dim == FLAT_HEAD_DIM else "rectangular"
 
 
 def check_block_size(target: Target, block_size: int, head_dim: int) -> None:

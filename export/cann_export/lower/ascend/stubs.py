@@ -92,10 +92,8 @@ def shared_object(soname: str, symbols: list[str], machine: str) -> bytes:
     strtab_at = symtab_at + 24 * count
     code_at = _align(strtab_at + len(strings), 16)
     dynamic_at = _align(code_at + len(code), PAGE)
-    symtab = b"\0" * 24 + b"".join(
-        struct.pack("<IBBHQQ", offset, 0x12, 0, 1, code_at, len(code))  # global function, defined
-        for offset in offsets[1:]
-    )
+    entries = [struct.pack("<IBBHQQ", at, 0x12, 0, 1, code_at, len(code)) for at in offsets[1:]]  # global functions
+    symtab = b"\0" * 24 + b"".join(entries)
     dynamic = b"".join(
         struct.pack("<qQ", tag, value)
         for tag, value in (

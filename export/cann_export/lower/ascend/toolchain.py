@@ -1,4 +1,4 @@
-"""Finds TorchAir for this process: the installed torch_npu on a host with CANN, else a private copy over stub libraries.
+"""Finds TorchAir for this process: the installed torch_npu on a host with CANN, else a private copy over stubs.
 
 The private copy is the published torch-npu wheel, unpacked into a cache folder and never installed: its autoload hook
 would break a plain `import torch` on a host without CANN. Which chip the converters see is set in `pin.py`.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import io
 import importlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -114,7 +114,7 @@ def ensure_toolchain(log: Log) -> Toolchain:
         _import_torchair()
         return Toolchain("cann", str(sys.modules["torch_npu"].__version__))
     if loaded is None:
-        if any(Path("/dev").glob("davinci*")):
+        if _has_device():
             raise CannError(
                 "this host has an Ascend device (/dev/davinci*) but no usable CANN: source its set_env.sh and "
                 f"pip install torch-npu=={TORCH_NPU_VERSION}, or export on a host without a device"
@@ -135,6 +135,10 @@ def _stub_folder() -> Path | None:
         return None
     folder = Path(module.__file__).parents[2]
     return folder if (folder / "toolchain.json").exists() else None
+
+
+def _has_device() -> bool:
+    return any(Path("/dev").glob("davinci*"))
 
 
 def _import_torchair() -> None:

@@ -119,11 +119,12 @@ class Toy(nn.Module):
 def toy_program(size: Size, bucket: Bucket, phase: Phase, dtype: torch.dtype = torch.bfloat16) -> Program:
     """The toy traced with torch.export at a bucket's sizes."""
     step = Toy(size, dtype)
-    ints = {"input_ids": bucket.tokens, "position_ids": bucket.tokens, "query_lens": bucket.seqs, "kv_lens": bucket.seqs}
+    tokens, seqs = bucket.tokens, bucket.seqs
     with torch.device("meta"):
-        inputs = {name: torch.empty(count, dtype=torch.int64) for name, count in ints.items()}
-        inputs["slot_mapping"] = torch.empty(bucket.tokens, dtype=torch.int32)
-        inputs["block_table"] = torch.empty(bucket.seqs, bucket.max_blocks, dtype=torch.int32)
+        inputs = {name: torch.empty(tokens, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+        inputs |= {name: torch.empty(seqs, dtype=torch.int64) for name in ("query_lens", "kv_lens")}
+        inputs["slot_mapping"] = torch.empty(tokens, dtype=torch.int32)
+        inputs["block_table"] = torch.empty(seqs, bucket.max_blocks, dtype=torch.int32)
         inputs["logits_rows"] = torch.empty(bucket.rows, dtype=torch.int64)
         shape = (size.blocks, size.block, size.kv_heads, size.head_dim)
         caches = [torch.empty(shape, dtype=dtype) for _ in range(2 * size.layers)]
