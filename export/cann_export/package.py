@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -39,6 +40,8 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # renameat2(2)
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _CACHE = "cache"
+_OLD = ".old-"
+_VERSION = ".v-"
 
 
 class ArtifactWriter:
@@ -74,7 +77,7 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
         finally:
             self._unlock()
 
@@ -135,12 +138,15 @@ class ArtifactWriter:
 
     def _remove_leftovers(self) -> None:
         """Remove what killed exports left; safe under the lock, since every writer of this target holds it."""
+        name, parent = self.target.name, self.target.parent
         current = os.readlink(self.target) if self.target.is_symlink() else None
-        for path in self.target.parent.glob(f".{self.target.name}.*"):
-            if path.name == current or path.name == f".{self.target.name}.lock":
-                continue
-            if path.name.startswith((f".{self.target.name}.tmp-", f".{self.target.name}.v-")):
-                path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+        for path in parent.iterdir():
+            if path.name.startswith(f".{name}{_OLD}") and not self.target.exists():
+                os.rename(path, self.target)  # killed between the two renames of a file system without exchange
+            elif (
+                path.name.startswith((f".{name}.tmp-", f".{name}{_VERSION}", f".{name}{_OLD}")) and path.name != current
+            ):
+                _remove(path)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -151,7 +157,7 @@ class ArtifactWriter:
 def _resolved(target: Path) -> Path:
     """The real place of the target: a link that a user made is followed, our own version link is what gets replaced."""
     target = Path(os.path.abspath(target))
-    if target.is_symlink() and not os.readlink(target).startswith(f".{target.name}.v-"):
+    if target.is_symlink() and not os.readlink(target).startswith(f".{target.name}{_VERSION}"):
         return target.resolve()
     return target
 
@@ -161,13 +167,23 @@ def _replaceable(target: Path) -> bool:
 
 
 def _lock(path: Path, target: Path, log: Callable[[str], None]) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log(f"another export is writing {target}: waiting for it to end")
         fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
+
+
+def _remove(path: Path) -> None:
+    """Remove a link or a tree, one that was made read-only too."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    for parent, _, _ in os.walk(path):
+        os.chmod(parent, 0o755)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_folder(path: Path) -> None:
@@ -218,23 +234,26 @@ def _replace(target: Path, folder: Path, log: Callable[[str], None]) -> None:
         # No exchange on this file system. A real folder cannot give way in one step, so this one time there is a moment
         # without an artifact; from then on the target is a link, which can be replaced in one step.
         log(f"the file system of {target} cannot exchange folders: {target.name} becomes a link beside its content")
-        os.rename(target, folder.with_name(folder.name + "-old"))
+        old = target.with_name(f".{target.name}{_OLD}{os.getpid()}")
+        os.rename(target, old)
         _replace_link(target, folder)
-        shutil.rmtree(folder.with_name(folder.name + "-old"), ignore_errors=True)
+        _keep_cache(old=old, new=target)
+        _remove(old)
     _fsync(target.parent)
 
 
 def _replace_link(target: Path, folder: Path) -> None:
     """Keep content in a versioned folder beside a link, and turn the link in one rename."""
     old = target.parent / os.readlink(target) if target.is_symlink() else None
-    version = target.with_name(f".{target.name}.v-{sha256_file(folder / MANIFEST)[:16]}-{os.getpid()}")
+    names = (target.with_name(f".{target.name}{_VERSION}{number}") for number in itertools.count())
+    version = next(path for path in names if not path.exists())
     link = folder.with_name(folder.name + "-link")
     os.rename(folder, version)
     link.symlink_to(version.name)
     os.rename(link, target)
     if old is not None and old.exists():
         _keep_cache(old=old, new=version)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -69,21 +69,30 @@ class Artifact:
         weights of any size, see HASH_LIMIT.
         """
         root = Path(path)
-        artifact = cls(root, _read_manifest(root), verify)
-        if world_size is not None:
-            artifact.check_world(world_size)
-        if check_host:
-            artifact.check_torch()
-        artifact._check_files()
-        return artifact
+        for _ in range(3):
+            before = _stamp(root)
+            try:
+                artifact = cls(root, _read_manifest(root), verify)
+                if world_size is not None:
+                    artifact.check_world(world_size)
+                if check_host:
+                    artifact.check_torch()
+                artifact._check_files()
+                return artifact
+            except ArtifactError:
+                # An export that ends just now exchanges the whole folder: then look again, at the new one.
+                if _stamp(root) == before:
+                    raise
+        raise ArtifactError(f"{root} is being replaced again and again: wait for the exports to end")
 
     def check_world(self, world_size: int) -> None:
         """Refuse a launch with another number of ranks than the graphs were cut for."""
         world = self.manifest.world
         if world_size != world.size:
             raise ArtifactError(
-                f"{self.path} was exported for {world.size} ranks (tp {world.tp}, ep {world.ep}, nnodes {world.nnodes}),"
-                f" this launch has {world_size}: start {world.size} ranks or export again with --tp, --ep and --nnodes"
+                f"{self.path} was exported for {world.size} ranks (tp {world.tp}, ep {world.ep}, "
+                f"nnodes {world.nnodes}), this launch has {world_size}: start {world.size} ranks, "
+                "or export again with --tp, --ep and --nnodes"
             )
 
     def check_torch(self) -> None:
@@ -102,7 +111,10 @@ class Artifact:
         """The file of an object. Raises ArtifactError for a hash that the manifest does not list."""
         if sha not in self.manifest.objects:
             raise ArtifactError(f"{self.path} has no object {sha}")
-        return self.path / OBJECTS / sha
+        path = self.path / OBJECTS / sha
+        if not path.exists():  # it was there when the artifact was opened
+            raise self._replaced()
+        return path
 
     def plan(self) -> WeightPlan:
         """The weight plan."""
@@ -134,7 +146,12 @@ class Artifact:
         if stored is None:
             return None
         path = self.path / WEIGHTS / weights_name(rank)
-        _check_file(path, stored, hashed=self.verify or stored.size <= HASH_LIMIT)
+        try:
+            _check_file(path, stored, hashed=self.verify or stored.size <= HASH_LIMIT)
+        except ArtifactError:
+            if _read_manifest(self.path) != self.manifest:
+                raise self._replaced() from None
+            raise
         return path
 
     def files(self) -> dict[Path, StoredFile]:
@@ -150,6 +167,9 @@ class Artifact:
         files |= {self.path / TOKENIZER / name: stored for name, stored in manifest.tokenizer.items()}
         files[self.path / WEIGHT_PLAN] = manifest.weight_plan
         return files
+
+    def _replaced(self) -> ArtifactError:
+        return ArtifactError(f"{self.path} was replaced by another export while it was being loaded: start again")
 
     def _check_files(self) -> None:
         if unlisted := unlisted_references(self.manifest):
@@ -173,6 +193,15 @@ def unlisted_references(manifest: Manifest) -> list[str]:
     if manifest.constants is not None:
         references.append(("constants", manifest.constants.sha256))
     return [f"{what} {sha}" for what, sha in references if sha not in manifest.objects]
+
+
+def _stamp(root: Path) -> tuple[int, int] | None:
+    """What changes when the folder is exchanged for another."""
+    try:
+        status = (root / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _check_file(path: Path, stored: StoredFile, hashed: bool = True) -> None:
