@@ -60,8 +60,8 @@ def resolve_isa(isa: str) -> str:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernel libraries are kept: $XDG_CACHE_HOME/cann-export, by default ~/.cache/cann-export."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cann-export"
+    """The user's cache folder: $CANN_EXPORT_CACHE, by default ~/.cache/cann-export."""
+    return Path(os.environ.get("CANN_EXPORT_CACHE") or Path.home() / ".cache" / "cann-export")
 
 
 def compiler() -> str:

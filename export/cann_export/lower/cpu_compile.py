@@ -1,0 +1,65 @@
+"""Compiles an exported CPU program with AOTInductor to one library whose bytes depend on nothing but the program.
+
+The library calls the kernel library as C functions, holds no weights, and runs on the ISA it was compiled for with any
+number of threads. Making the program is in `cpu.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor
+import torch._inductor.cpu_vec_isa as vec_isa
+
+from cann_export.lower.cpu_toolchain import EXTRA_FLAGS, MARCH
+
+_HANDLE = "AtenTensorHandle"
+
+
+def _c_functions() -> dict[Any, list[str]]:
+    """The kernel library's ops with the C functions that stand for them (defined in ops.cpp and runner.cpp)."""
+    ops = torch.ops.cann_cpu
+    attention = ", ".join([_HANDLE] * 4 + ["int64_t"] + [_HANDLE] * 4 + ["double", f"{_HANDLE}*"])
+    return {
+        ops.linear.default: [
+            f"AOTITorchError aoti_torch_cpu_linear({_HANDLE}, {_HANDLE}, {_HANDLE}*, int64_t, {_HANDLE}*)"
+        ],
+        ops.rope_paged_attention.default: [f"AOTITorchError aoti_torch_cpu_rope_paged_attention({attention})"],
+        ops.all_reduce.default: [f"AOTITorchError aoti_torch_cpu_all_reduce({_HANDLE}, const char*, {_HANDLE}*)"],
+        ops.all_gather.default: [
+            f"AOTITorchError aoti_torch_cpu_all_gather({_HANDLE}, int64_t, const char*, {_HANDLE}*)"
+        ],
+    }
+
+
+def _options(isa: str, out: Path) -> dict[str, Any]:
+    return {
+        "aot_inductor.package": False,
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.output_path": str(out),
+        "aot_inductor.custom_ops_to_c_shims": _c_functions(),
+        "cpp.march": " ".join([MARCH[isa], *EXTRA_FLAGS[isa]]),
+        "cpp.simdlen": 256 if isa == "avx2" else 512,
+        # The number of threads is the inference host's, not the exporter's.
+        "cpp.dynamic_threads": True,
+    }
+
+
+def compile_graph(exported: torch.export.ExportedProgram, *, isa: str, out: Path) -> Path:
+    """Compile to `out` (a .so) for an ISA of cann_runtime.executor.isa.ISAS; returns it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # inductor would take the host's best variant of the ISA (VNNI, AMX); the artifact's ISA must do.
+    target = vec_isa.VecAVX2() if isa == "avx2" else vec_isa.VecAVX512()
+    module = exported.module(check_guards=False)
+    args, kwargs = exported.example_inputs or ((), {})
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "graph.so"
+        with mock.patch.object(vec_isa, "valid_vec_isa_list", lambda: [target]):
+            made = torch._inductor.aot_compile(module, args, kwargs, options=_options(isa, library))
+        shutil.copyfile(str(made), out)
+    return out
