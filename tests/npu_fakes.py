@@ -62,6 +62,7 @@ class FakeHost:
     cann: str = "8.5.0"
     devices: int = 8
     stable_names: bool = True
+    memory: int = 64 << 30
     engine_options: list[dict[str, str]] = field(default_factory=list)
     loaded: list[dict[str, Any]] = field(default_factory=list)  # bytes, options, hint shapes of every load
     new_groups: list[list[int]] = field(default_factory=list)
@@ -119,7 +120,7 @@ def fake_host(host: FakeHost) -> Iterator[FakeHost]:
         return evaluate(loaded["graph"], inputs)
 
     def format_cast(tensor: Tensor, acl_format: int) -> Tensor:
-        assert tensor.is_npu  # type: ignore[attr-defined]
+        assert tensor.is_npu
         host.casts.append((list(tensor.shape), acl_format))
         cast = tensor.clone().as_subclass(NpuTensor)
         cast.npu_format = acl_format
@@ -153,6 +154,11 @@ def fake_host(host: FakeHost) -> Iterator[FakeHost]:
             torch_npu.npu,
             "get_device_name",
             create_autospec(torch_npu.npu.get_device_name, side_effect=lambda device: host.soc),
+        ),
+        (
+            torch_npu.npu,
+            "mem_get_info",
+            create_autospec(torch_npu.npu.mem_get_info, side_effect=lambda device: (host.memory // 2, host.memory)),
         ),
         (torch_npu._C, "_get_cann_version", lambda module: host.cann),
         (torch_npu.npu.utils, "_is_gte_cann_version", lambda version, module="CANN": True),

@@ -24,6 +24,7 @@ from cann_runtime.executor.base import StepInputs
 PARAMS = {"embed": [40, 32], "norm": [32], "kv_proj": [32, 32], "o_proj": [32, 256]}
 BLOCK_SIZE = 16
 EPS = 1e-6
+TWO_RANKS = World(size=2, tp=2)
 
 
 @dataclass
@@ -49,7 +50,7 @@ def convert(tokens: int) -> ToyGraph:
 
     npu, aten = torch.ops.npu, torch.ops.aten
 
-    def step(embed, norm, kv_proj, o_proj, ids, pos, slots, table, q_lens, kv_lens, rows, k_cache, v_cache):  # type: ignore[no-untyped-def]
+    def step(embed, norm, kv_proj, o_proj, ids, pos, slots, table, q_lens, kv_lens, rows, k_cache, v_cache):
         h_TH = aten.embedding(embed, ids)
         kv_T = npu.npu_linear(npu.npu_rms_norm(h_TH, norm, EPS)[0], kv_proj)
         k_TD, v_TD = kv_T.split(16, -1)
@@ -115,14 +116,14 @@ def convert(tokens: int) -> ToyGraph:
     return ToyGraph(sizes, runner.graph.model.SerializeToString(deterministic=True), signature)
 
 
-def write_artifact(path: Path, graphs: list[ToyGraph], **changes: object) -> Artifact:
-    """Pack toy graphs for 2 ranks of tp 2; `changes` replace fields of the manifest."""
+def write_artifact(path: Path, graphs: list[ToyGraph], world: World = TWO_RANKS, **changes: object) -> Artifact:
+    """Pack graphs that all ranks share; `changes` replace fields of the manifest."""
     with ArtifactWriter(path, log=lambda line: None) as writer:
         entries = [
             Graph(
                 phase="decode",
                 bucket=graph.bucket,
-                ranks=[0, 1],
+                ranks=list(range(world.size)),
                 format="ge-modeldef",
                 object=writer.add_object(graph.model, "graphs"),
                 signature=writer.add_json(graph.signature),
@@ -138,7 +139,7 @@ def write_artifact(path: Path, graphs: list[ToyGraph], **changes: object) -> Art
             dtype="bfloat16",
             toolchain={"torch": "2.13.0", "torch_npu": "2.13.0"},
             target=Target(kind="ascend", family="ascend910b", soc="Ascend910B3", cann="8.5.0"),
-            world=World(size=2, tp=2),
+            world=world,
             layout="flat",
             mixed_phases=False,
             query_lens="cumulative",
@@ -155,7 +156,7 @@ def write_artifact(path: Path, graphs: list[ToyGraph], **changes: object) -> Art
                 dtype="bfloat16",
                 scratch_blocks=1,
             ),
-            weight_plan=writer.add_weight_plan(WeightPlan(tp=2, params={})),
+            weight_plan=writer.add_weight_plan(WeightPlan(tp=world.tp, params={})),
             objects=writer.objects,
         )
         writer.finish(manifest.model_copy(update=changes))

@@ -37,13 +37,13 @@ def host(graphs: list[ToyGraph]) -> Iterator[FakeHost]:
         yield pretended
 
 
-def _parse(graph: ToyGraph):  # type: ignore[no-untyped-def]
+def _parse(graph: ToyGraph):
     from torchair.ge._ge_graph import GeGraph
 
     return GeGraph(serialized_model_def=graph.model)
 
 
-def _loaded_graph(host: FakeHost, index: int = 0):  # type: ignore[no-untyped-def]
+def _loaded_graph(host: FakeHost, index: int = 0):
     from torchair.ge._ge_graph import GeGraph
 
     return GeGraph(serialized_model_def=host.loaded[index]["graph"])
@@ -174,7 +174,7 @@ def test_a_cache_without_readers_comes_back_as_an_output_in_its_own_memory(
     seen = []
     real = GeGraph.run
 
-    def run(self, inputs, assigned_outputs=[], stream=None):  # type: ignore[no-untyped-def]  # noqa: B006
+    def run(self, inputs, assigned_outputs=[], stream=None):  # noqa: B006
         seen.append(assigned_outputs)
         return real(self, inputs, assigned_outputs, stream)
 

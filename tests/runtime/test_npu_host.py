@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from npu_fakes import FakeHost, fake_host
 from npu_toy import BLOCK_SIZE, ToyGraph, write_artifact
 
+from cann_export.compile import planned_blocks
 from cann_export.lower.ascend.soc import FAMILIES
 from cann_export.lower.ascend.toolchain import ensure_toolchain
 from cann_runtime.artifact.manifest import Bucket, Signature, Target, World
@@ -19,8 +21,8 @@ from cann_runtime.artifact.store import Artifact
 from cann_runtime.errors import ArtifactError, CannError
 from cann_runtime.executor.ge.groups import bind_groups, group_ranks
 from cann_runtime.executor.ge.host import Host, check_host, major_minor, read_host, soc_family
-from cann_runtime.executor.ge.precompile import planned_blocks
 from cann_runtime.executor.npu import NpuExecutor, compile_graphs
+from cann_runtime.loader import kv_budget
 
 HOST = Host(soc="Ascend910B3", cann="8.5.0", torch_npu="2.13.0")
 EMPTY = ToyGraph(
@@ -107,7 +109,7 @@ def test_an_unfit_host_is_refused_before_a_weight_or_a_graph_is_read(host: FakeH
         yield
 
     with pytest.raises(ArtifactError, match="this NPU is Ascend910_9392"):
-        NpuExecutor(artifact, params(), rank=0, device=0)  # type: ignore[arg-type]
+        NpuExecutor(artifact, params(), rank=0, device=0)
     with pytest.raises(ArtifactError, match="this NPU is Ascend910_9392"):
         compile_graphs(artifact, rank=0, blocks=4, device=0)
     assert not host.engine_options
@@ -144,13 +146,16 @@ def test_ranks_that_are_not_connected_are_refused() -> None:
         bind_groups(World(size=2, tp=2), 0, {"tp"})
 
 
-def test_kv_size_to_compile_for(artifact: Artifact, tmp_path: Path) -> None:
+def test_kv_size_to_compile_for_is_what_cann_run_takes(host: FakeHost, artifact: Artifact, tmp_path: Path) -> None:
     full_batch = artifact.manifest.max_batch_size * artifact.manifest.max_seq_len // BLOCK_SIZE
-    assert planned_blocks(artifact, None) == artifact.manifest.kv_cache.scratch_blocks + full_batch
-    assert planned_blocks(artifact, 100) == 100
-    assert planned_blocks(write_artifact(tmp_path / "sized", [EMPTY], max_num_blocks=77), None) == 77
+    scratch = artifact.manifest.kv_cache.scratch_blocks
+    assert planned_blocks(artifact, None, 2) == kv_budget(artifact, 2, None) == scratch + full_batch
+    host.memory = 10 * artifact.manifest.kv_cache.bytes_per_block()
+    assert planned_blocks(artifact, None, 2) == kv_budget(artifact, 2, None) == 4
+    assert planned_blocks(artifact, 100, 2) == 100
+    assert planned_blocks(write_artifact(tmp_path / "sized", [EMPTY], max_num_blocks=77), None, 2) == 77
     with pytest.raises(ArtifactError, match="--blocks 1: 1 of them is taken by padding rows; give at least 2"):
-        planned_blocks(artifact, 1)
+        planned_blocks(artifact, 1, 2)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -166,6 +171,28 @@ def test_without_cann_compile_ends_with_one_line_and_code_2(artifact: Artifact) 
     assert len(lines) == 1, done.stderr
     assert "an Ascend artifact runs on a host with CANN and torch_npu, and this host has none" in lines[0]
     assert not (artifact.path / "cache").exists()
+
+
+def test_ctrl_c_stays_what_it_was_when_torchair_is_imported() -> None:
+    code = """
+        import signal, sys
+        from cann_export.lower.ascend import toolchain
+        from cann_runtime.executor.ge import host
+        kept = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        # The toolchain's stubs, without its import of TorchAir, which is what is under test.
+        folder = toolchain.install(None, print)
+        for library in sorted((folder / "stubs").iterdir()):
+            toolchain.ctypes.CDLL(str(library), toolchain.ctypes.RTLD_GLOBAL)
+        sys.path.insert(0, str(folder / "site"))
+        try:
+            host.read_host(0)
+        except Exception as error:
+            print(error)
+        assert "torchair.core._backend" in sys.modules
+        print((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == kept)
+    """
+    done = _run("-c", textwrap.dedent(code))
+    assert done.stdout.splitlines()[-2:] == ["NPU 0 is asked for, and torch_npu sees 0 on this host", "True"], done
 
 
 def test_the_executor_module_imports_neither_torch_npu_nor_the_exporter() -> None:

@@ -71,10 +71,11 @@ def share(folder: Path) -> None:
     """Make the entries readable for other users, whatever the umask: GE writes them for their owner alone."""
     entries = [folder.parent.parent, folder.parent, folder, *sorted(folder.rglob("*"))]
     for path in entries:
-        if path.suffix == LOCK_SUFFIX:
-            path.unlink(missing_ok=True)
-        else:
-            with suppress(PermissionError):  # a folder that another user made is his to share
+        # What another user made is his to share, and another process may be at the same work.
+        with suppress(PermissionError, FileNotFoundError):
+            if path.suffix == LOCK_SUFFIX:
+                path.unlink()
+            else:
                 path.chmod(0o755 if path.is_dir() else 0o644)
 
 

@@ -7,6 +7,10 @@ Reading the host and comparing it with a manifest happen here, before anything t
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cann_runtime.artifact.manifest import Manifest
@@ -36,8 +40,9 @@ def read_host(device: int = 0) -> Host:
     Raises ArtifactError where the host has no torch_npu, no CANN or no such NPU.
     """
     try:
-        import torch_npu
-        import torch_npu.dynamo.torchair  # makes the top-level name `torchair` importable
+        with _signal_handlers_kept():
+            import torch_npu
+            import torch_npu.dynamo.torchair  # makes the top-level name `torchair` importable
     except (ImportError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArtifactError(
@@ -52,6 +57,29 @@ def read_host(device: int = 0) -> Host:
         cann=torch_npu.npu.utils.get_cann_version("CANN"),
         torch_npu=torch_npu.__version__,
     )
+
+
+def device_memory(device: int) -> int:
+    """Bytes of that NPU's whole memory. Raises ArtifactError where the host has no such NPU."""
+    read_host(device)
+    import torch_npu
+
+    total: int = torch_npu.npu.mem_get_info(device)[1]
+    return total
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """TorchAir's import takes SIGINT and SIGTERM, and its handler then swallows them: Ctrl-C would end nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # TorchAir leaves them alone, too
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def soc_family(soc: str) -> str | None:
@@ -87,7 +115,7 @@ def check_host(manifest: Manifest, host: Host) -> None:
             f"CANN {host.cann or 'of unknown version'} is installed, {manifest.name} needs {need[0]}.{need[1]} or "
             "newer: install it, or export again with --cann set to this version"
         )
-    built = manifest.toolchain.get("torch_npu")
+    built = manifest.toolchain.get("torch_npu") or manifest.toolchain.get("torch-npu")
     if built is not None and major_minor(built) != major_minor(host.torch_npu):
         raise ArtifactError(
             f"torch_npu {host.torch_npu} is installed, {manifest.name} was exported with {built}: "
