@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 a rank died; 2 an error that the user can fix; 130 interru
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     # torch_npu is imported by the NPU executor alone; a torch that loads it by itself fails on hosts without CANN.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    logging.basicConfig(level=logging.WARNING, format="cann-run: %(message)s", stream=sys.stderr)
     rank = os.environ.get("RANK", "0")
     try:
         return _run(args, [sys.executable, "-m", "cann_runtime.cli", *arguments])

@@ -86,11 +86,18 @@ def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int) -> Executo
     if artifact.manifest.target.kind == "ascend":
         from cann_runtime.executor.npu import NpuExecutor
 
-        npu: Executor = NpuExecutor(artifact, params, rank=rank, log=log.info)
-        return npu
+        return NpuExecutor(artifact, params, rank=rank, log=log.info)
     from cann_runtime.executor.cpu import CpuExecutor
 
-    cpu: Executor = CpuExecutor(artifact, params, rank=rank)
+    manifest = artifact.manifest
+    mine = [graph for graph in manifest.graphs if rank in graph.ranks]
+    cpu = CpuExecutor(
+        [artifact.object_path(library.sha256) for library in manifest.libraries],
+        {graph.object: (artifact.object_path(graph.object), artifact.signature(graph.signature)) for graph in mine},
+        manifest.kv_cache,
+        isa=manifest.target.isa,
+    )
+    cpu.load_weights(params)
     return cpu
 
 

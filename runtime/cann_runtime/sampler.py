@@ -38,7 +38,8 @@ def sample(
 def token_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Probabilities [R, V] float32 after temperature, top-k and top-p, in this order, as transformers' warpers do.
 
-    Tokens that tie with the last one kept are kept too. All temperatures must be above 0.
+    Up to a factor a row: after top-p the rest is not scaled up to 1 again. Tokens that tie with the last one kept are
+    kept too. All temperatures must be above 0.
     """
     logits_RV = logits_RV / torch.tensor([[max(p.temperature, 1e-5)] for p in params])
     vocab = logits_RV.shape[1]
@@ -55,7 +56,6 @@ def token_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if any(p.top_p < 1 for p in params):
         floor_R1 = _top_p_floor(probs_RV, params, min(_CANDIDATES, vocab))
         probs_RV = probs_RV.masked_fill(probs_RV < floor_R1, 0.0)
-        probs_RV = probs_RV / probs_RV.sum(-1, keepdim=True)
     return probs_RV
 
 

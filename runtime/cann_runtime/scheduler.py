@@ -41,7 +41,10 @@ class Batch:
 
 
 class Scheduler:
-    """Waiting and running requests. `running` is in order of admission: its last element is the youngest."""
+    """Waiting and running requests. `running` is in order of admission: its last element is the youngest.
+
+    splits counts prompts and sequences that were ready for a step but, in whole or in part, did not fit any bucket.
+    """
 
     def __init__(self, buckets: Buckets, kv: KVManager, *, mixed_phases: bool, max_batch_size: int) -> None:
         self.buckets = buckets
@@ -89,7 +92,7 @@ class Scheduler:
             if request.row is None or request.pending != 1:
                 continue
             if not self.buckets.decode_room(len(batch.requests)):
-                self._note_split()
+                self.splits += 1
                 return
             while not self.kv.grow(request.row, len(request.tokens)):
                 victim = self.running[-1]
@@ -106,7 +109,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
             if not self.buckets.prefill_room(len(batch.requests), batch.tokens, batch.longest):
-                self._note_split()
+                self.splits += 1
                 return
             row = self.kv.open(len(request.tokens))
             if row is None:
@@ -119,15 +122,12 @@ class Scheduler:
     def _add_chunk(self, batch: Batch, request: Request) -> bool:
         room = self.buckets.prefill_room(len(batch.requests), batch.tokens, batch.longest)
         if room == 0:
-            self._note_split()
+            self.splits += 1
             return False
         batch.add(request, min(room, request.pending))
+        if room < request.pending:
+            self.splits += 1
         return True
-
-    def _note_split(self) -> None:
-        if self.splits == 0:
-            log.warning("no bucket holds every sequence that is ready: steps are split")
-        self.splits += 1
 
     def _preempt(self, request: Request) -> None:
         self._close(request)
