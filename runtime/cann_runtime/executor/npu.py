@@ -31,13 +31,25 @@ STEP_NAMES = ("input_ids", "position_ids", "slot_mapping", "block_table", "query
 """Names of the step inputs in signatures, in the order of StepInputs.tensors()."""
 
 
+@dataclass(frozen=True)
+class _StepArgument:
+    """Where a step input goes: `position` in StepInputs.tensors() becomes `argument` of the graph."""
+
+    argument: int
+    position: int
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    on_host: bool
+
+
 @dataclass
 class _Runnable:
     """A compiled graph with its arguments: weights and caches are in place, step inputs are filled in at each step."""
 
     loaded: LoadedGraph
     arguments: list[Tensor]
-    step: list[tuple[int, int, TensorRef, bool]]  # argument, position in StepInputs, what it must be, on the host?
+    step: list[_StepArgument]
     written: list[Tensor | None]  # outputs that live in an input's memory; None: TorchAir allocates
     logits: int
 
@@ -55,7 +67,7 @@ class NpuExecutor:
         nz: bool = True,
         log: Log = print,
     ) -> None:
-        """Check the host, connect the ranks, then move the weights to the device as they stream in.
+        """Check the host, then move the weights to the device as they stream in; other ranks are not waited for.
 
         params: (name, tensor on the CPU) of every parameter of this rank's graphs; others are ignored. device: index of
         the NPU, by default $LOCAL_RANK. nz: keep matrix weights as FRACTAL_NZ.
@@ -68,16 +80,19 @@ class NpuExecutor:
         index = local_device() if device is None else device
         self._device = torch.device("npu", index)
         self._graphs = RankGraphs.open(artifact, rank, index, nz=nz)
-        self._graphs.connect()
         self._log = log
         self._params = self._upload(params)
         self._kv: dict[str, Tensor] = {}
         self._runnable: dict[tuple[str, str], _Runnable] = {}
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Make the KV caches, zeroed, then compile every graph for that many blocks, or take them from the cache."""
+        """Make the KV caches, zeroed, then compile every graph for that many blocks, or take them from the cache.
+
+        All ranks call it together: the communicators are made here.
+        """
         if self._kv:
             raise ArtifactError("the KV caches are allocated already; their size is compiled into the graphs")
+        self._graphs.connect()
         for loaded in self._graphs.graphs:
             for ref in loaded.signature.inputs:
                 if ref.kind == "kv" and ref.name not in self._kv:
@@ -100,13 +115,14 @@ class NpuExecutor:
             raise ArtifactError(f"the {graph.phase} graph of {graph.bucket} is not loaded on this rank") from None
         arguments = list(runnable.arguments)
         given = step.tensors()
-        for argument, position, ref, on_host in runnable.step:
-            tensor = given[position]
-            if list(tensor.shape) != ref.shape or tensor.dtype != _dtype(ref):
+        for want in runnable.step:
+            tensor = given[want.position]
+            if tensor.shape != want.shape or tensor.dtype != want.dtype:
                 raise ArtifactError(
-                    f"step input {ref.name} is {tensor.dtype} {list(tensor.shape)}; the graph: {ref.dtype} {ref.shape}"
+                    f"step input {want.name} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"the graph takes {want.dtype} {list(want.shape)}"
                 )
-            arguments[argument] = tensor if on_host else tensor.to(self._device, non_blocking=True)
+            arguments[want.argument] = tensor if want.on_host else tensor.to(self._device, non_blocking=True)
         outputs = runnable.loaded.ge.run(arguments, runnable.written)
         logits: Tensor = outputs[runnable.logits].cpu()
         return logits
@@ -197,8 +213,8 @@ def _place(tensor: Tensor, device: torch.device, *, nz: bool) -> Tensor:
 def _runnable(loaded: LoadedGraph, arguments: list[Tensor]) -> _Runnable:
     signature = loaded.signature
     step = [
-        (argument, STEP_NAMES.index(ref.name), ref, loaded.on_host[argument])
-        for argument, ref in enumerate(signature.inputs)
+        _StepArgument(i, STEP_NAMES.index(ref.name), ref.name, torch.Size(ref.shape), _dtype(ref), loaded.on_host[i])
+        for i, ref in enumerate(signature.inputs)
         if ref.kind == "input"
     ]
     written: list[Tensor | None] = [None] * len(loaded.ge.attr["_output_dtypes"].list.i)
