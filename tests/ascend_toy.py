@@ -35,6 +35,10 @@ class Size:
     blocks: int = 16
     block: int = 128
     bias: bool = True
+    unbiased: tuple[int, ...] = ()  # layers of another kind: without qkv bias
+
+    def kinds(self) -> list[str]:
+        return ["unbiased" if i in self.unbiased else "dense" for i in range(self.layers)]
 
 
 def reduce(x: Tensor, size: Size) -> Tensor:
@@ -44,12 +48,12 @@ def reduce(x: Tensor, size: Size) -> Tensor:
 
 
 class Layer(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, index: int) -> None:
         super().__init__()
         qkv = (size.heads + 2 * size.kv_heads) * size.head_dim
         self.input_norm = nn.Parameter(torch.empty(size.hidden))
         self.qkv = nn.Parameter(torch.empty(qkv, size.hidden))
-        self.qkv_bias = nn.Parameter(torch.empty(qkv)) if size.bias else None
+        self.qkv_bias = nn.Parameter(torch.empty(qkv)) if size.bias and index not in size.unbiased else None
         self.o = nn.Parameter(torch.empty(size.hidden, size.heads * size.head_dim))
         self.post_norm = nn.Parameter(torch.empty(size.hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * size.inner, size.hidden))
@@ -78,7 +82,7 @@ class Inner(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed = nn.Parameter(torch.empty(size.vocab, size.hidden))
-        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size, i) for i in range(size.layers))
         self.norm = nn.Parameter(torch.empty(size.hidden))
 
 
@@ -139,4 +143,4 @@ def toy_program(size: Size, bucket: Bucket, phase: Phase, dtype: torch.dtype = t
     names = [*exported.graph_signature.inputs_to_parameters.values()]
     slots = [Slot("param", name) for name in names] + [Slot("input", name) for name in STEP_INPUTS]
     slots += [Slot("kv", f"{kind}_cache_{i}") for i in range(size.layers) for kind in ("k", "v")]
-    return Program(gm, slots, phase, bucket, size.layers, ["dense"] * size.layers, head_dim=size.head_dim)
+    return Program(gm, slots, phase, bucket, size.layers, size.kinds(), head_dim=size.head_dim)

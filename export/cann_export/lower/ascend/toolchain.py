@@ -76,6 +76,8 @@ def install(wheel: Path | None, log: Log) -> Path:
     Raises CannError where the wheel cannot be had or does not fit this Python.
     """
     _require_helpers()
+    if wheel is not None:
+        _check_wheel(wheel)
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"torch-npu-{TORCH_NPU_VERSION}-{sys.implementation.cache_tag}-{platform.machine()}"
@@ -189,7 +191,9 @@ def _download(folder: Path, log: Log) -> Path:
     return wheels[0]
 
 
-def _unpack(wheel: Path, site: Path) -> None:
+def _check_wheel(wheel: Path) -> None:
+    if not wheel.is_file():
+        raise CannError(f"{wheel}: no such file")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     parts = wheel.name.removesuffix(".whl").split("-")
     fits = len(parts) >= 5 and parts[0] == "torch_npu" and parts[1].split("+")[0] == TORCH_NPU_VERSION
@@ -198,6 +202,9 @@ def _unpack(wheel: Path, site: Path) -> None:
             f"{wheel.name}: not a wheel for this host; needed: torch_npu-{TORCH_NPU_VERSION}-{tag}-{tag}-*"
             f"{platform.machine()}.whl"
         )
+
+
+def _unpack(wheel: Path, site: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
