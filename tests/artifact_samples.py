@@ -1,4 +1,4 @@
-"""Small artifacts, plans and checkpoints for the tests of packaging and loading; nothing in them can be computed with."""
+"""Small artifacts, plans and checkpoints for the tests of packaging and loading; nothing in them can be computed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from cann_export.package import ArtifactWriter
 from cann_runtime.artifact.canonical import fingerprint
 from cann_runtime.artifact.manifest import Bucket, Graph, KVCacheSpec, Manifest, Signature, Target, TensorRef, World
 from cann_runtime.artifact.plan import Param, Part, WeightPlan
-from safetensors.torch import save_file
-from torch import Tensor
 
 
 def sample_plan(tp: int = 2, rows: int = 8, columns: int = 6, dtype: str = "float32") -> WeightPlan:

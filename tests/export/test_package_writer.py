@@ -12,9 +12,10 @@ import threading
 import time
 from pathlib import Path
 
-import cann_export.package as package
 import pytest
 from artifact_samples import write_artifact
+
+import cann_export.package as package
 from cann_export.package import ArtifactWriter
 from cann_runtime.artifact.store import Artifact
 from cann_runtime.errors import ArtifactError
@@ -43,7 +44,7 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.chmod", "os.remove", "os.rmdir", 
 
 
 def killed_export(target: Path, text: str, step: int) -> bool:
-    """Export in a child that kills itself (SIGKILL) before its step-th file operation; False where it got to the end."""
+    """Export in a child that kills itself (SIGKILL) before its step-th file operation; False where it ended well."""
     pid = os.fork()
     if pid == 0:
         count = 0
@@ -167,9 +168,14 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_the_old_artifact(tmp_path: Path) -> None:
     target = tmp_path / "a"
     write_artifact(target, "old", weights=True)
-    with pytest.raises(KeyboardInterrupt), ArtifactWriter(target) as writer:
-        writer.add_object(b"half an export")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with ArtifactWriter(target) as writer:
+            writer.add_object(b"half an export")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert which(target) == "old"
     assert hidden(tmp_path) == []
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from artifact_samples import constants, sample_plan, write_artifact
+
 from cann_runtime.artifact.manifest import SCHEMA_VERSION, StoredFile, Target
 from cann_runtime.artifact.store import Artifact
 from cann_runtime.errors import ArtifactError

@@ -204,7 +204,7 @@ class CheckpointReader:
     def _add_indexed(self, index: Path) -> None:
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(weight_map.values()))
+            names = sorted({str(name) for name in weight_map.values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(f"{index} is not readable as an index with a weight_map") from None
         # Plain names only, so that an index can never reach a file outside its folder.

@@ -113,6 +113,7 @@ def _stream(
         if uses[recipe]:
             kept[recipe] = tensor
         yield name, tensor
+        del tensor  # before the next one is made
 
 
 def _recipe(param: Param, names: dict[str, str]) -> str | None:
@@ -214,6 +215,7 @@ def pack_weights(
                 raise ArtifactError(f"weight plan: {name} has {data.nbytes} bytes, not {sizes[name]}")
             digest.update(data)
             file.write(data)
+            del tensor, data
     return StoredFile(sha256=digest.hexdigest(), size=8 + len(head) + offset)
 
 
