@@ -42,8 +42,12 @@ def layer_kinds(built: BuiltModel) -> list[str]:
 
 def head_dim(built: BuiltModel) -> int:
     """Columns of one attention head."""
-    config = built.config
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return config_head_dim(built.config.to_dict())
+
+
+def config_head_dim(config: dict[str, Any]) -> int:
+    """Columns of one attention head, from a config.json."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _examples(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+import cann_runtime.ops.atb  # noqa: F401  (registers the ops that the passes emit)
 from cann_export.fuse.cleanup import drop_leftovers, flatten_batch, simplify_views
 from cann_export.fuse.fx import is_call, sort_graph
 from cann_export.fuse.linear import linear, merge_linear

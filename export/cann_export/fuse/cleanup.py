@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import cann_runtime.ops.atb  # noqa: F401  (registers the ops named below)
 from cann_export.fuse.fx import VIEWS, aten, emit, is_call, known, rows, same_shape, value, view
 
 atb = torch.ops.atb
@@ -41,6 +42,11 @@ def drop_leftovers(gm: fx.GraphModule) -> None:
             and value(node.args[0]).dtype == value(node).dtype
         ):
             node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        elif is_call(node, aten.to.dtype):  # the form that has converters
+            with gm.graph.inserting_before(node):
+                cast = emit(gm.graph, aten._to_copy.default, (node.args[0],), node, {"dtype": node.args[1]})
+            node.replace_all_uses_with(cast)
             gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
 
