@@ -197,9 +197,9 @@ def test_all_operators_without_a_converter_are_listed_before_lowering() -> None:
     with torch.device("meta"):
         args = (torch.empty(3, 4), torch.empty(3, dtype=torch.int64))
     exported = torch.export.export(Odd(), args, strict=False)
+    program = Program(exported.graph_module, [Slot("param", "x"), Slot("param", "i")], "decode", DECODE, 0, [])
     with pytest.raises(UnsupportedModelError) as error:
-        slots = [Slot("param", "x"), Slot("param", "i")]
-        lower_ascend(Program(exported.graph_module, slots, "decode", DECODE, 0, []), target=TARGET)
+        lower_ascend(program, target=TARGET)
     message = str(error.value)
     assert "aten.index_copy.default" in message
     assert "aten.amax.default" in message

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from cann_export.lower.ascend import proto
-from cann_export.lower.ascend.ops import to_npu
+from cann_export.lower.ascend.ops import is_rewritten, to_npu
 from cann_export.lower.ascend.pin import pinned_target
 from cann_export.lower.ascend.stamp import Layered, layer_of_name, stamp
 from cann_export.program import Program, Slot, tensor_meta
@@ -67,8 +67,8 @@ def lower_ascend(
     assert target.soc, "the target comes from resolve_target"
     assert target.cann, "the target comes from resolve_target"
     check_inputs(program)
+    refuse_unsupported(program.gm)
     gm = to_npu(program)
-    refuse_unsupported(gm)
     with pinned_target(target.soc, target.cann), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchAir repeats what its frozen_parameter option means
         layered = _convert(program, gm)
@@ -92,18 +92,32 @@ def check_inputs(program: Program) -> None:
 
 
 def refuse_unsupported(gm: fx.GraphModule) -> None:
-    """Raise UnsupportedModelError that lists every operator without a converter, each with where it comes from."""
+    """Raise UnsupportedModelError that lists every operator that cannot be lowered, each with where it comes from.
+
+    Those are operators without a converter, and results whose shape depends on data: a graph's shapes are static.
+    """
     from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 
     found: dict[str, dict[str, None]] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        name = str(node.target)
+        if not _is_static(node.meta.get("val")):
+            found.setdefault(f"{name} with a data-dependent shape", {}).setdefault(_origin(node))
+        elif not is_rewritten(name):
             converter = _get_converter(node.target)
             if converter is None or _only_raises(converter):
-                found.setdefault(str(node.target), {}).setdefault(_origin(node))
+                found.setdefault(name, {}).setdefault(_origin(node))
     if found:
         pieces = [f"{name} ({', '.join(list(places)[:3])})" for name, places in sorted(found.items())]
-        raise UnsupportedModelError(f"no Ascend converter for {len(found)} operators: {'; '.join(pieces)}")
+        raise UnsupportedModelError(f"{len(found)} operators cannot be lowered for Ascend: {'; '.join(pieces)}")
+
+
+def _is_static(val: Any) -> bool:
+    if isinstance(val, torch.Tensor):
+        return all(isinstance(d, int) or d.node.is_constant() for d in val.shape)
+    return all(_is_static(v) for v in val) if isinstance(val, (list, tuple)) else True
 
 
 def _only_raises(converter: Any) -> bool:

@@ -297,6 +297,11 @@ _LOWERINGS: dict[str, Callable[..., Image | None]] = {
 }
 
 
+def is_rewritten(name: str) -> bool:
+    """Does `to_npu` replace operators of that name by others?"""
+    return any(name in table for table in (_LOWERINGS, _VIEWS, _COPIES, _CHECKS, _SYNONYMS))
+
+
 def _merge_views(graph: fx.Graph) -> None:
     """view of view -> one view; view to the same shape -> nothing; then drop what nothing reads."""
     view = torch.ops.aten.view.default
