@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,3 +205,39 @@ def test_cann_export_compile_uses_the_runtimes_own_compilation(
     assert lines[1].startswith("decode_t2_s2_r2_m2: compiled in ")
     assert (artifact.path / "cache" / "cann8.5.0-Ascend910B3-kv12" / "rank0of1").is_dir()
     assert not host.new_groups
+
+
+def test_ranks_compile_together_each_into_its_own_folder(artifact: Artifact) -> None:
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from npu_fakes import FakeHost, fake_host
+        from cann_export.compile import main
+        from cann_export.lower.ascend.toolchain import ensure_toolchain
+        ensure_toolchain(print)
+        with fake_host(FakeHost()):
+            sys.exit(main([{str(artifact.path)!r}, "--blocks", "5"]))
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert "decode_t2_s2_r2_m2: compiled in" in output
+    folder = artifact.path / "cache" / "cann8.5.0-Ascend910B3-kv5"
+    entries = {path.name: sorted(entry.name for entry in path.iterdir()) for path in folder.iterdir()}
+    assert sorted(entries) == ["rank0of2", "rank1of2"]
+    # Ranks of one tensor-parallel group run the same bound graph.
+    assert entries["rank0of2"] == entries["rank1of2"]
