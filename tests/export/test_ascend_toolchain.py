@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cann_export.lower.ascend import toolchain
-from cann_export.lower.ascend.soc import check_block_size, layout, resolve_target, round_block_size
+from cann_export.lower.ascend.soc import check_block_size, check_dtypes, layout, resolve_target, round_block_size
 from cann_export.lower.ascend.stubs import shared_object
 from cann_export.lower.ascend.toolchain import TORCH_NPU_VERSION, ensure_toolchain, install
 from cann_runtime.errors import CannError, RecipeError
@@ -90,6 +90,10 @@ def test_install_is_whole_or_absent_and_replaced_only_by_another_wheel(
     assert (first / "site/torch_npu/__init__.py").read_text() == "two = 2\n"
     assert sorted(p.name for p in cache.iterdir()) == [".lock", first.name]
 
+    (cache / ".new-killed").mkdir()
+    install(small_wheel(tmp_path / "d", "three = 3\n"), lines.append)
+    assert sorted(p.name for p in cache.iterdir()) == [".lock", first.name], "what a killed install left is gone"
+
 
 def test_a_wheel_for_another_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_EXPORT_CACHE", str(tmp_path / "cache"))
@@ -130,6 +134,15 @@ def test_a_block_size_that_the_attention_op_forbids_is_refused_with_the_one_to_w
     check_block_size(target, fit, 64)
     with pytest.raises(RecipeError, match="head_dim 80"):
         check_block_size(target, fit, 80)
+
+
+def test_dtypes_that_the_attention_op_does_not_take_are_refused() -> None:
+    target = resolve_target("ascend910b")
+    check_dtypes(target, "bfloat16", "bfloat16")
+    with pytest.raises(RecipeError, match="dtype: float32 is not allowed on Ascend910B3; write bfloat16 or float16"):
+        check_dtypes(target, "float32", "float32")
+    with pytest.raises(RecipeError, match=r"kv_cache\.dtype: int8 is not allowed on Ascend910B3 beside dtype bfloat16"):
+        check_dtypes(target, "bfloat16", "int8")
 
 
 def test_only_head_size_128_is_flat() -> None:

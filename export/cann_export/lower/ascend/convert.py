@@ -254,9 +254,9 @@ def _finish(layered: Layered, kinds: list[str]) -> GeGraph:
             ops_of.setdefault(layer, []).append(op)
     whole = proto.histogram(list(ge.op))
     report: dict[str, Any] = _counted(whole)
-    # The last layer of each kind but the very last of the model: a middle one where there is any.
-    middle = {kind: i for i, kind in enumerate(kinds[:-1])} or {kinds[-1]: 0}
-    report["layers"] = {kind: _counted(proto.histogram(ops_of.get(i, []))) for kind, i in middle.items()}
+    # A middle layer of each kind where there is one: first and last may hold a piece of what surrounds the layers.
+    shown = {kinds[-1]: len(kinds) - 1} | {kinds[0]: 0} | {kind: i for i, kind in enumerate(kinds[1:-1], start=1)}
+    report["layers"] = {kind: _counted(proto.histogram(ops_of.get(i, []))) for kind, i in shown.items()}
     return GeGraph(layered.model.SerializeToString(deterministic=True), signature, report)
 
 

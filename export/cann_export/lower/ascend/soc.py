@@ -77,6 +77,19 @@ def check_block_size(target: Target, block_size: int, head_dim: int) -> None:
         )
 
 
+def check_dtypes(target: Target, dtype: str, kv_dtype: str) -> None:
+    """Refuse dtypes that the attention op does not take on Ascend: a model in float32, a cache in another dtype.
+
+    Raises RecipeError naming the allowed ones.
+    """
+    if target.kind != "ascend":
+        return
+    if dtype not in ("bfloat16", "float16"):
+        raise RecipeError(f"dtype: {dtype} is not allowed on {target.soc}; write bfloat16 or float16")
+    if kv_dtype != dtype:
+        raise RecipeError(f"kv_cache.dtype: {kv_dtype} is not allowed on {target.soc} beside dtype {dtype}; write auto")
+
+
 def round_block_size(block_size: int) -> int:
     """The smallest allowed block size that is not smaller than the one asked for, or the largest allowed."""
     return min(max(BLOCK_STEP, -(-block_size // BLOCK_STEP) * BLOCK_STEP), BLOCK_MAX)

