@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cann_export.package import ArtifactWriter
-from cann_runtime.artifact.canonical import fingerprint
-from cann_runtime.artifact.manifest import Bucket, Graph, KVCacheSpec, Manifest, Signature, Target, TensorRef, World
+from cann_runtime.artifact.canonical import canonical_json, sha256_file
+from cann_runtime.artifact.manifest import (
+    Bucket,
+    Graph,
+    KVCacheSpec,
+    Manifest,
+    Signature,
+    StoredFile,
+    Target,
+    TensorRef,
+    World,
+)
 from cann_runtime.artifact.plan import Param, Part, WeightPlan
 
 
@@ -91,7 +102,7 @@ def write_artifact(folder: Path, text: str = "one", *, tp: int = 2, weights: boo
         tokenizer.write_text(json.dumps({"text": text}))
         values: dict[str, Any] = {
             "name": "sample",
-            "fingerprint": fingerprint(fields),
+            "fingerprint": hashlib.sha256(canonical_json(fields)).hexdigest(),
             "fingerprint_fields": fields,
             "recipe": {"name": "sample"},
             "architecture": {"hidden_size": 8},
@@ -117,9 +128,6 @@ def write_artifact(folder: Path, text: str = "one", *, tp: int = 2, weights: boo
         return writer.finish(Manifest.model_validate(values | changes))
 
 
-def _weights(path: Path, text: str) -> Any:
-    from cann_runtime.artifact.canonical import sha256_file
-    from cann_runtime.artifact.manifest import StoredFile
-
+def _weights(path: Path, text: str) -> StoredFile:
     save_file({"text": torch.tensor(list(text.encode()), dtype=torch.uint8)}, path)
     return StoredFile(sha256=sha256_file(path), size=path.stat().st_size)

@@ -101,6 +101,10 @@ class ArtifactWriter:
         sha = self.add_object(content, kind)
         return StoredFile(sha256=sha, size=self.objects[sha])
 
+    def object_bytes(self, sha: str) -> bytes:
+        """The content of an object that was added."""
+        return (self._folder / OBJECTS / sha).read_bytes()
+
     def add_constants(self, constants: dict[str, Tensor]) -> StoredFile:
         """Store the weight plan's tables as one safetensors object, for Manifest.constants."""
         from safetensors.torch import save

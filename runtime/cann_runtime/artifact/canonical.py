@@ -1,6 +1,6 @@
 """One byte form for one JSON value, and the hashes that are taken of it.
 
-Object names, the fingerprint and byte-identical exports rest on this form; nothing here knows what the values mean.
+Object names and byte-identical exports rest on this form; nothing here knows what the values mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ def canonical_json(value: Any, indent: int | None = None) -> bytes:
     separators = (",", ":") if indent is None else (",", ": ")
     text = json.dumps(value, sort_keys=True, separators=separators, indent=indent, ensure_ascii=False, allow_nan=False)
     return (text + ("" if indent is None else "\n")).encode()
-
-
-def fingerprint(fields: dict[str, Any]) -> str:
-    """The sha256 of what makes graphs differ (Manifest.fingerprint_fields)."""
-    return hashlib.sha256(canonical_json(fields)).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
