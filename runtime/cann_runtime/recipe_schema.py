@@ -23,7 +23,7 @@ KVDType = Literal["auto", "bfloat16", "float16", "float32", "int8"]
 Isa = Literal["native", "avx2", "avx512", "avx512_bf16"]
 Positive = Annotated[StrictInt, Field(ge=1)]
 
-TARGET_PATTERN = r"^(cpu|ascend910b|ascend910_93|ascend950|Ascend\d{3}\w*)$"
+TARGET_PATTERN = r"^(cpu|[Aa]scend\d{3}[\w-]*)$"
 ALLOWED_TARGETS = "cpu, ascend910b, ascend910_93, ascend950, or a SoC name such as Ascend910B3"
 
 
