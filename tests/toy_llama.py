@@ -9,16 +9,21 @@ Shape letters: T tokens, S sequences, N heads, K kv heads, D head_dim, R logits 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import cann_runtime.ops.atb  # noqa: F401  (registers the ops)
+from cann_export.package import ArtifactWriter
 from cann_runtime.artifact.manifest import Bucket, Graph, KVCacheSpec, Manifest, StoredFile, Target, World
+from cann_runtime.artifact.plan import WeightPlan
 from cann_runtime.executor.base import StepInputs
 
-VOCAB, PADDED_VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MAX_SEQ_LEN = 131, 136, 4, 2, 16, 2, 128
+VOCAB, PADDED_VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MAX_SEQ_LEN = 299, 304, 4, 2, 16, 2, 128
 MAX_BATCH, BLOCK = 8, 4
 
 atb = torch.ops.atb
@@ -157,10 +162,12 @@ def check_shapes(manifest: Manifest, graph: Graph, step: StepInputs) -> None:
 def manifest(kind: str, *, tp: int = 1, max_batch_size: int = MAX_BATCH, eos: tuple[int, ...] = (2,)) -> Manifest:
     """A manifest of the toy: kind: dynamic (CPU), flat (static, mixed phases) or rectangular (static, phases apart)."""
     columns = MAX_SEQ_LEN // BLOCK
+    wide = columns + 3  # prefill tables may have room for more padding than a sequence is long
     decode_sizes = [n for n in (1, 2, 4, 8) if n <= max_batch_size]
 
     def graph(phase: str, tokens: int, seqs: int, rows: int, query_len: int | None, dynamic: bool = False) -> Graph:
-        bucket = Bucket(tokens=tokens, seqs=seqs, rows=rows, max_blocks=columns, query_len=query_len)
+        max_blocks = wide if phase == "prefill" else columns
+        bucket = Bucket(tokens=tokens, seqs=seqs, rows=rows, max_blocks=max_blocks, query_len=query_len)
         return Graph.model_validate(
             {
                 "phase": phase,
@@ -211,6 +218,53 @@ def manifest(kind: str, *, tp: int = 1, max_batch_size: int = MAX_BATCH, eos: tu
         ),
         weight_plan=StoredFile(sha256="2" * 64, size=0),
     )
+
+
+def write_toy(folder: Path, kind: str = "dynamic", *, tp: int = 1, tokenizer: bool = True, **changes: Any) -> Path:
+    """An artifact of the toy that the loader accepts; its graphs are empty files, and it holds no weights."""
+    made = manifest(kind, tp=tp)
+    with ArtifactWriter(folder, log=lambda line: None) as writer:
+        sha, signature = writer.add_object(b"toy", "graph"), writer.add_json({"inputs": [], "outputs": []}, "signature")
+        for graph in made.graphs:
+            graph.object, graph.signature = sha, signature
+        made.weight_plan = writer.add_weight_plan(WeightPlan(tp=tp, params={}))
+        if tokenizer:
+            made.tokenizer = writer.add_tokenizer(write_tokenizer(folder.with_name(f"{folder.name}-tokenizer")))
+        writer.finish(made.model_copy(update=changes))
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level BPE of VOCAB tokens, as of GPT-2, Qwen2 and SmolLM2."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "The capital of France is Paris and the user asks for more. Every assistant answers in whole sentences. "
+    backend.train_from_iterator([text * 20], trainer)
+    assert backend.get_vocab_size() == VOCAB
+    return backend
+
+
+def write_tokenizer(folder: Path) -> dict[str, Path]:
+    """The tokenizer's files in a folder, by name; the end token is 2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    return {path.name: path for path in sorted(folder.iterdir())}
 
 
 def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:

@@ -89,14 +89,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run cann-run; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(arguments)
+    args = build_parser().parse_args(argv)
+    # What starts the other ranks of this host: the same command again.
+    command = [sys.executable, *(sys.orig_argv[1:] if argv is None else ["-m", "cann_runtime.cli", *argv])]
     # torch_npu is imported by the NPU executor alone; a torch that loads it by itself fails on hosts without CANN.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     logging.basicConfig(level=logging.WARNING, format="cann-run: %(message)s", stream=sys.stderr)
     rank = os.environ.get("RANK", "0")
     try:
-        return _run(args, [sys.executable, "-m", "cann_runtime.cli", *arguments])
+        return _run(args, command)
     except CannError as error:
         if args.debug:
             raise

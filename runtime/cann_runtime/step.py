@@ -73,7 +73,7 @@ def build_step(manifest: Manifest, graph: Graph, batch: Batch, sampled: list[int
     slot_T[row_L] = slot_L
 
     block_table_SM = np.zeros((S, bucket.max_blocks), np.int32)
-    block_table_SM[:num_seqs] = table_NM
+    block_table_SM[:num_seqs, : table_NM.shape[1]] = table_NM
     query_S = np.zeros(S, np.int64)
     query_S[:num_seqs] = rows_N
     kv_lens_S = np.zeros(S, np.int64)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
+from toy_llama import byte_tokenizer
 
 from cann_runtime.errors import CheckpointError, RequestError
 from cann_runtime.tokenizer import TextStream, Tokenizer, eos_token_ids
@@ -57,21 +58,6 @@ CONVERSATIONS = [
 ]
 
 
-def bytes_backend() -> Backend:
-    """A byte-level BPE, as of GPT-2, Qwen2 and SmolLM2."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["The capital of France is Paris and the user asks for more. " * 20], trainer)
-    return backend
-
-
 def fallback_backend() -> Backend:
     """A BPE with bytes as a fallback and a begin token, as of Llama 2 and Mistral."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
@@ -96,7 +82,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "bytes":
         names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-        PreTrainedTokenizerFast(tokenizer_object=bytes_backend(), **names).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **names).save_pretrained(folder)
     else:
         names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         PreTrainedTokenizerFast(tokenizer_object=fallback_backend(), **names).save_pretrained(folder)
@@ -164,7 +150,9 @@ def test_chats_render_as_in_transformers(
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_object=bytes_backend(), bos_token="<|im_start|>", eos_token="<|im_end|>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
     theirs.chat_template = template
     theirs.save_pretrained(tmp_path)
     if stored != "jinja":
@@ -183,7 +171,7 @@ def test_chats_render_as_in_transformers(
 
 
 def save(folder: Path, **config: Any) -> Tokenizer:
-    bytes_backend().save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(folder)
 
@@ -213,7 +201,7 @@ def test_damaged_tokenizer_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
-    bytes_backend().save(str(tmp_path / "tokenizer.json"))
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         Tokenizer(tmp_path)

@@ -59,7 +59,7 @@ class KVManager:
         return True
 
     def tables(self, rows: list[int], columns: int) -> npt.NDArray[np.int32]:
-        """A copy of the tables of these rows, [len(rows), columns]."""
+        """A copy of the first columns of these rows' tables: [len(rows), min(columns, max_blocks)]."""
         return self.table_NM[np.array(rows), :columns]
 
     def close(self, row: int) -> None:
