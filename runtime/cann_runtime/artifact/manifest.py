@@ -159,6 +159,6 @@ class Manifest(_Strict):
     constants: StoredFile | None = None  # safetensors of small tables that the plan names (inverse frequencies ...)
     libraries: list[StoredFile] = []  # CPU kernel libraries (compiled), loaded before the graphs
     tokenizer: dict[str, StoredFile] = {}  # file name under tokenizer/ -> content
-    weights: dict[str, StoredFile] = {}  # rank -> packed safetensors under weights/, only with --pack-weights
+    weights: dict[str, StoredFile] = {}  # tp rank -> packed safetensors under weights/, only with --pack-weights
     objects: dict[str, int] = {}  # sha256 -> size of every file in objects/
     report: dict[str, Any] = {}

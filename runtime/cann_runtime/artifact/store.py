@@ -45,9 +45,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def weights_name(rank: int) -> str:
-    """File name of a rank's packed weights under weights/."""
-    return f"rank{rank}.safetensors"
+def weights_name(tp_rank: int) -> str:
+    """File name of a tp rank's packed weights under weights/."""
+    return f"rank{tp_rank}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,15 @@ class Artifact:
         return self.path / TOKENIZER if self.manifest.tokenizer else None
 
     def weights_path(self, rank: int) -> Path | None:
-        """A rank's packed weights, checked on the way, or None where the artifact has none.
+        """A rank's packed weights (one file per tp rank), checked on the way, or None where the artifact has none.
 
         A rank checks its own file only, so that the ranks of a host share the work.
         """
-        stored = self.manifest.weights.get(str(rank))
+        tp_rank = rank % self.manifest.world.tp
+        stored = self.manifest.weights.get(str(tp_rank))
         if stored is None:
             return None
-        path = self.path / WEIGHTS / weights_name(rank)
+        path = self.path / WEIGHTS / weights_name(tp_rank)
         try:
             _check_file(path, stored, hashed=self.verify or stored.size <= HASH_LIMIT)
         except ArtifactError:
@@ -177,7 +178,7 @@ class Artifact:
         for path, stored in self.files().items():
             _check_file(path, stored)
         for rank, stored in self.manifest.weights.items():
-            if not rank.isdecimal() or int(rank) >= self.manifest.world.size:
+            if not rank.isdecimal() or int(rank) >= self.manifest.world.tp:
                 raise ArtifactError(
                     f"{self.path / MANIFEST} lists packed weights of a rank that does not exist: {rank!r}"
                 )
