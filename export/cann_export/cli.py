@@ -99,7 +99,15 @@ def _recipes(argv: list[str]) -> int:
     for name in list_recipes(recipes_dir()):
         s = resolve(load_recipe(name, recipes_dir()))
         c = s.config
-        row = (c["model_type"], c["num_hidden_layers"], c["hidden_size"], s.target, s.tp, s.max_batch_size, s.max_seq_len)
+        row = (
+            c["model_type"],
+            c["num_hidden_layers"],
+            c["hidden_size"],
+            s.target,
+            s.tp,
+            s.max_batch_size,
+            s.max_seq_len,
+        )
         table.add_row(name, *map(str, row))
     Console().print(table)
     return 0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,6 +26,8 @@ def fake_world(tp: int, ep: int = 1, world: int | None = None, rank: int = 0) ->
     """
     if dist.is_initialized():
         raise RuntimeError("tracing needs a process without an initialized process group")
+    register: Any = torch._C._distributed_c10d._register_process_group
+    unregister: Any = torch._C._distributed_c10d._unregister_process_group
     size = world or max(tp, ep)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     names = []
@@ -31,10 +35,10 @@ def fake_world(tp: int, ep: int = 1, world: int | None = None, rank: int = 0) ->
         for name, members in (("tp", tp), ("ep", ep), ("world", size)):
             first = rank // members * members
             group = dist.new_group(list(range(first, first + members)), backend="fake")
-            dist.distributed_c10d._register_process_group(name, group)
+            register(name, group)
             names.append(name)
         yield
     finally:
         for name in names:
-            dist.distributed_c10d._unregister_process_group(name)
+            unregister(name)
         dist.destroy_process_group()

@@ -49,9 +49,7 @@ def fingerprint_fields(
     toolchain: dict[str, str],
 ) -> dict[str, Any]:
     """Everything that is hashed, as plain JSON data. `config` is the transformers config object (all defaults filled)."""
-    sources = {
-        part.source: part.shape for param in plan.params.values() for part in param.parts
-    }
+    sources = {part.source: part.shape for param in plan.params.values() for part in param.parts}
     values = {k: v for k, v in config.to_dict().items() if k not in NOT_GRAPH}
     fields = {
         "architecture": values,

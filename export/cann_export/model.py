@@ -108,9 +108,7 @@ def causal_lm_class(config: Any) -> type[nn.Module]:
     return cls
 
 
-def build_model(
-    config_dict: dict[str, Any], dtype: str, max_seq_len: int, num_layers: int | None = None
-) -> BuiltModel:
+def build_model(config_dict: dict[str, Any], dtype: str, max_seq_len: int, num_layers: int | None = None) -> BuiltModel:
     """Make the model on the meta device in `dtype`, with paged attention, paged cache and rope tables hooked in.
 
     Raises UnsupportedModelError that lists every piece we cannot export (sliding windows shorter than max_seq_len,

@@ -138,7 +138,12 @@ def _lower_ascend(
             plan = first_plan.model_copy(deep=True)
             with clock("trace"):
                 program = trace(
-                    built, phase, bucket, tp=settings.tp, block_size=settings.block_size, kv_dtype=DTYPES[settings.kv_dtype]
+                    built,
+                    phase,
+                    bucket,
+                    tp=settings.tp,
+                    block_size=settings.block_size,
+                    kv_dtype=DTYPES[settings.kv_dtype],
                 )
             with clock("fuse"):
                 program = fuse(program, plan, expected)
@@ -175,9 +180,7 @@ def _lower_ascend(
     )
 
 
-def _lower_cpu(
-    settings: Settings, world: World, writer: ArtifactWriter, clock: _Clock, progress: Progress
-) -> _Lowered:
+def _lower_cpu(settings: Settings, world: World, writer: ArtifactWriter, clock: _Clock, progress: Progress) -> _Lowered:
     from cann_export.lower.cpu import lower_cpu
 
     phase, bucket = dynamic_bucket(settings)
@@ -228,12 +231,12 @@ def _histogram(program: Any) -> dict[str, Any]:
         if node.op == "call_function" and node.meta.get("layer") == middle and "getitem" not in str(node.target):
             name = str(node.target).removeprefix("aten.").removesuffix(".default")
             ops[name] = ops.get(name, 0) + 1
-    return {"layers": {program.layer_kinds[middle]: {"nodes": sum(ops.values()), "histogram": dict(sorted(ops.items()))}}}
+    return {
+        "layers": {program.layer_kinds[middle]: {"nodes": sum(ops.values()), "histogram": dict(sorted(ops.items()))}}
+    }
 
 
-def _manifest(
-    settings: Settings, config: Any, world: World, lowered: _Lowered, writer: ArtifactWriter
-) -> Manifest:
+def _manifest(settings: Settings, config: Any, world: World, lowered: _Lowered, writer: ArtifactWriter) -> Manifest:
     buckets: list[tuple[Phase, Bucket]] = [(g.phase, g.bucket) for g in lowered.graphs]
     fields = fingerprint_fields(
         settings, config, lowered.target, world, buckets, lowered.plan, lowered.fusions, lowered.toolchain

@@ -95,7 +95,8 @@ def _head_forward(module: nn.Linear, tp: int) -> Callable[[Tensor], Tensor]:
         gathered = torch.ops._c10d_functional.wait_tensor(
             torch.ops._c10d_functional.all_gather_into_tensor(flat, tp, "tp")
         )
-        return gathered.view(tp, -1, columns).permute(1, 0, 2).reshape(1, -1, tp * columns)
+        logits: Tensor = gathered.view(tp, -1, columns).permute(1, 0, 2).reshape(1, -1, tp * columns)
+        return logits
 
     return forward
 
@@ -143,7 +144,9 @@ class _Cutter:
         shape = part.local_shape()
         setattr(module, leaf, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
         full_name = f"{name}.{leaf}"
-        self.params[full_name] = Param(name=full_name, dtype=str(dtype).removeprefix("torch."), shape=shape, parts=[part])
+        self.params[full_name] = Param(
+            name=full_name, dtype=str(dtype).removeprefix("torch."), shape=shape, parts=[part]
+        )
 
     def linear(self, module: nn.Linear, name: str, style: str) -> None:
         leaf = name.rpartition(".")[2]
@@ -192,7 +195,7 @@ def shard(built: BuiltModel, tp: int) -> WeightPlan:
     """
     check_tp(built.config, tp)
     cutter = _Cutter(built, tp)
-    model = built.model
+    model: Any = built.model
     tied = bool(getattr(built.config, "tie_word_embeddings", False))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -209,10 +212,7 @@ def shard(built: BuiltModel, tp: int) -> WeightPlan:
             cutter.embedding(module, name)
         elif isinstance(module, nn.Linear) and style is not None:
             cutter.linear(module, name, style)
-        elif all(p.dim() == 1 for p in own.values()) and (style is None or style in REPLICATED_STYLES):
-            for leaf, param in own.items():
-                cutter._set(module, name, leaf, Part(source=f"{name}.{leaf}", shape=list(param.shape)), param.dtype)
-        elif tp == 1:
+        elif (all(p.dim() == 1 for p in own.values()) and (style is None or style in REPLICATED_STYLES)) or tp == 1:
             for leaf, param in own.items():
                 cutter._set(module, name, leaf, Part(source=f"{name}.{leaf}", shape=list(param.shape)), param.dtype)
         else:

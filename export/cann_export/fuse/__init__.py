@@ -31,7 +31,10 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("merge_linear", merge_linear),
 )
 LATE_PASSES: tuple[tuple[str, Pass], ...] = (("swiglu", swiglu), ("add_rms_norm", add_rms_norm))
-COUNTED = {"reshape_and_cache": torch.ops.atb.reshape_and_cache.default, "paged_attention": torch.ops.atb.paged_attention.default}
+COUNTED = {
+    "reshape_and_cache": torch.ops.atb.reshape_and_cache.default,
+    "paged_attention": torch.ops.atb.paged_attention.default,
+}
 
 
 def _is_norm(module: nn.Module) -> bool:

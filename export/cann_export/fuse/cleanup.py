@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import cann_runtime.ops.atb  # noqa: F401  (registers the ops named below)
-from cann_export.fuse.fx import VIEWS, aten, emit, is_call, known, rows, same_shape, value, view
+from cann_export.fuse.fx import VIEWS, aten, emit, is_call, known, nodes, rows, same_shape, value, view
 
 atb = torch.ops.atb
 c10d = torch.ops._c10d_functional
@@ -34,7 +34,7 @@ ELEMENTWISE = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor)
 
 def drop_leftovers(gm: fx.GraphModule) -> None:
     """Remove assertions, copies and casts that do nothing."""
-    for node in list(gm.graph.nodes):
+    for node in nodes(gm.graph):
         if is_call(node, *DROPPED):
             gm.graph.erase_node(node)
         elif (is_call(node, *NO_OPS) and not (node.target is aten.dropout.default and node.args[2])) or (
@@ -59,7 +59,7 @@ def _batched(node: Any) -> bool:
 def flatten_batch(gm: fx.GraphModule) -> None:
     """Move row-wise ops, elementwise ops, gathers and row selections from [1, rows, columns] to [rows, columns]."""
     graph = gm.graph
-    for node in list(graph.nodes):
+    for node in nodes(graph):
         if node.op != "call_function":
             continue
         with graph.inserting_before(node):
@@ -110,7 +110,7 @@ def simplify_views(gm: fx.GraphModule) -> None:
     while changed:
         changed = False
         seen: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
-        for node in list(graph.nodes):
+        for node in nodes(graph):
             if _is_view(node):
                 source = node.args[0]
                 while _is_view(source):

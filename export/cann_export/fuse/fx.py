@@ -25,12 +25,19 @@ VIEWS = (
 PLACE = ("layer", "source", "stack_trace", "nn_module_stack")
 
 
+def nodes(graph: fx.Graph) -> list[Any]:
+    """The graph's nodes now, safe to edit while iterating; Any, because an FX argument may be of a dozen types."""
+    return list(graph.nodes)
+
+
 def value(node: Any) -> Any:
     """Example value of an argument: a node's, or the argument itself."""
     return node.meta["val"] if isinstance(node, fx.Node) else node
 
 
-def emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], place: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+def emit(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], place: fx.Node, kwargs: dict[str, Any] | None = None
+) -> fx.Node:
     """Add a call at the graph's insertion point; its value is computed and its place is that of `place`."""
     with torch.no_grad():
         result = target(*fx.node.map_arg(args, value), **fx.node.map_arg(kwargs or {}, value))

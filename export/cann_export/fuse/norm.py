@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cann_export.fuse.fx import aten, emit, getitem, is_call, same_shape, value
+from cann_export.fuse.fx import aten, emit, getitem, is_call, nodes, same_shape, value
 from cann_export.program import Program
 from cann_runtime.artifact.plan import WeightPlan
 
@@ -24,7 +24,7 @@ def rms_norm(program: Program, plan: WeightPlan) -> int:
     """weight * cast(x * rsqrt(mean(x ** 2, -1) + eps)), x cast to float32 first -> atb.rms_norm."""
     graph = program.gm.graph
     count = 0
-    for rsqrt in [n for n in graph.nodes if is_call(n, aten.rsqrt.default)]:
+    for rsqrt in [n for n in nodes(graph) if is_call(n, aten.rsqrt.default)]:
         found = _match_rms(rsqrt)
         if found is None:
             continue
@@ -37,7 +37,7 @@ def rms_norm(program: Program, plan: WeightPlan) -> int:
     return count
 
 
-def _match_rms(rsqrt: fx.Node) -> tuple[fx.Node, fx.Node, float, fx.Node] | None:
+def _match_rms(rsqrt: Any) -> tuple[fx.Node, fx.Node, float, fx.Node] | None:
     add = rsqrt.args[0]
     if not (is_call(add, aten.add.Tensor) and isinstance(add.args[1], float)):
         return None
@@ -71,7 +71,7 @@ def add_rms_norm(program: Program, plan: WeightPlan) -> int:
     """atb.rms_norm(a + b) with a and b of equal shapes -> atb.add_rms_norm, whose second output is the sum."""
     graph = program.gm.graph
     count = 0
-    for norm in [n for n in graph.nodes if is_call(n, atb.rms_norm.default)]:
+    for norm in [n for n in nodes(graph) if is_call(n, atb.rms_norm.default)]:
         add = norm.args[0]
         if not (is_call(add, aten.add.Tensor) and len(add.args) == 2 and not add.kwargs):
             continue

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cann_export.fuse.fx import aten, emit, getitem, is_call, value, view
+from cann_export.fuse.fx import aten, emit, getitem, is_call, nodes, value, view
 from cann_export.program import Program
 from cann_runtime.artifact.plan import WeightPlan
 
@@ -28,7 +28,7 @@ def rotary(program: Program, plan: WeightPlan) -> int:
     """x * cos + rotate_half(x) * sin, twice with the same cos and sin -> one atb.rotary on [T, heads, D]."""
     graph = program.gm.graph
     pairs: dict[tuple[Any, fx.Node, fx.Node], list[_Match]] = {}
-    for node in graph.nodes:
+    for node in nodes(graph):
         match = _match(node)
         if match is not None:
             pairs.setdefault((node.meta.get("layer"), match.cos, match.sin), []).append(match)
@@ -55,9 +55,9 @@ def rotary(program: Program, plan: WeightPlan) -> int:
     return count
 
 
-def _table_rows(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _table_rows(graph: fx.Graph, node: Any) -> fx.Node:
     """[T, D] rows of cos or sin, made once for the graph, right where they are gathered."""
-    for user in node.users:
+    for user in list(node.users):
         if is_call(user, aten.view.default) and list(user.args[1]) == [-1, int(value(node).shape[-1])]:
             return user
     with graph.inserting_after(node):
@@ -71,7 +71,7 @@ def _token_major(graph: fx.Graph, x: fx.Node, place: fx.Node) -> fx.Node:
     return view(graph, swapped, [-1, n, d], place)
 
 
-def _match(node: fx.Node) -> _Match | None:
+def _match(node: Any) -> _Match | None:
     if not (is_call(node, aten.add.Tensor) and len(node.args) == 2):
         return None
     for plain, turned in (node.args, node.args[::-1]):
@@ -91,7 +91,8 @@ def _match(node: fx.Node) -> _Match | None:
 def _unexpanded(node: Any) -> fx.Node | None:
     """cos or sin [1, 1, T, D] as unsqueeze(table rows [1, T, D], 1) -> the rows."""
     if is_call(node, aten.unsqueeze.default) and node.args[1] == 1 and value(node).dim() == 4:
-        return node.args[0]
+        rows: fx.Node = node.args[0]
+        return rows
     return None
 
 

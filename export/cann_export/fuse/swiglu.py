@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import fx
+from typing import Any
 
-from cann_export.fuse.fx import aten, emit, is_call, is_getitem, value
+import torch
+
+from cann_export.fuse.fx import aten, emit, is_call, is_getitem, nodes, value
 from cann_export.program import Program
 from cann_runtime.artifact.plan import WeightPlan
 
@@ -17,7 +18,7 @@ def swiglu(program: Program, plan: WeightPlan) -> int:
     """silu(x[.., :I]) * x[.., I:] -> atb.swiglu(x); gives the number of matches."""
     graph = program.gm.graph
     count = 0
-    for node in [n for n in graph.nodes if is_call(n, aten.mul.Tensor)]:
+    for node in [n for n in nodes(graph) if is_call(n, aten.mul.Tensor)]:
         for silu, up in (node.args, node.args[::-1]):
             if not (is_call(silu, aten.silu.default) and is_getitem(up, 1) and is_getitem(silu.args[0], 0)):
                 continue
@@ -33,7 +34,7 @@ def swiglu(program: Program, plan: WeightPlan) -> int:
     return count
 
 
-def _halves(split: fx.Node) -> bool:
+def _halves(split: Any) -> bool:
     if not is_call(split, *SPLITS) or len(split.meta["val"]) != 2:
         return False
     first, second = split.meta["val"]
