@@ -116,7 +116,7 @@ def steps_for(sequences: list[list[int]], chunks: list[list[int]]) -> list[list[
 
 
 def main(job_file: str) -> None:
-    """One rank over gloo; the job gives config, checkpoint, dtype, sequences and chunks, and where to put the logits."""
+    """One rank over gloo; the job gives config, checkpoint, dtype, sequences, chunks, and where to put the logits."""
     import os
 
     import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Tiny seeded Hugging Face checkpoints in the format users have: sharded safetensors with an index, config.json.
 
-Every parameter is random, also those that Hugging Face's init leaves at 0 (biases) or 1 (norms): otherwise a dropped bias
-or norm weight would change nothing.
+Every parameter is random, also those that Hugging Face's init leaves at 0 (biases) or 1 (norms): otherwise a dropped
+bias or norm weight would change nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which step graphs an artifact holds: phases and bucket sizes, from the settings and the attention layout.
 
-Decode buckets count sequences of one token; prefill buckets count tokens. In the flat layout a prefill step packs chunks
-of many sequences, and its last sequence takes the padding rows; in the rectangular layout it holds one sequence.
+Decode buckets count sequences of one token; prefill buckets count tokens. In the flat layout a prefill step packs
+chunks of many sequences, and its last sequence takes the padding rows; in the rectangular layout it holds one sequence.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from cann_runtime.recipe import Settings
 NOT_GRAPH = {
     "_name_or_path", "_attn_implementation", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
     "eos_token_id", "initializer_range", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "task_specific_params",
+    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
+    "task_specific_params",
     "chunk_size_feed_forward", "is_encoder_decoder", "tokenizer_class", "hidden_dropout", "resid_pdrop", "embd_pdrop",
 }  # fmt: skip
 
@@ -48,7 +49,7 @@ def fingerprint_fields(
     fusions: dict[str, int],
     toolchain: dict[str, str],
 ) -> dict[str, Any]:
-    """Everything that is hashed, as plain JSON data. `config` is the transformers config object (all defaults filled)."""
+    """Everything that is hashed, as plain JSON data. `config`: the transformers config object, all defaults filled."""
     sources = {part.source: part.shape for param in plan.params.values() for part in param.parts}
     values = {k: v for k, v in config.to_dict().items() if k not in NOT_GRAPH}
     fields = {

@@ -1,7 +1,7 @@
 """The Hugging Face model on the meta device, hooked through the library's own extension points.
 
 No weights and no copies of modeling code: the attention function and the cache are ours (registered by name and passed
-in), and the rotary module is replaced by a lookup in a table that the runtime computes from the same inverse frequencies.
+in), and the rotary module is replaced by a lookup in a table that the runtime computes from the same frequencies.
 Cutting the model over ranks is in `shard.py`; tracing it is in `trace.py`.
 
 Shape letters: T tokens, N query heads, K kv heads, D head_dim, B blocks, P block_size.
@@ -99,7 +99,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def causal_lm_class(config: Any) -> type[nn.Module]:
-    """The causal language model class of a config. Raises UnsupportedModelError naming the class where there is none."""
+    """The causal language model class of a config. Raises UnsupportedModelError where there is none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -1,10 +1,11 @@
 """From a sharded model to a step graph: one `torch.export` trace of the Step module per phase and bucket.
 
 The trace keeps aten ops whole (`aten.linear`) and in-place cache writes as they are; what fusion needs to know about a
-node's place (decoder layer, module path) is put in its meta here. A static bucket is traced on the meta device; a dynamic
-graph (CPU target) on fake CPU tensors with symbolic sizes.
+node's place (decoder layer, module path) is put in its meta here. A static bucket is traced on the meta device, a
+dynamic graph (CPU target) on fake CPU tensors with symbolic sizes.
 
-Shape letters: T tokens, S sequences, R logits rows, M block-table columns, B blocks, P block_size, K kv heads, D head_dim.
+Shape letters: T tokens, S sequences, R logits rows, M block-table columns, B blocks, P block_size, K kv heads, D
+head_dim.
 """
 
 from __future__ import annotations

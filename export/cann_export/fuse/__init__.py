@@ -50,8 +50,8 @@ def _gated(module: nn.Module) -> bool:
 def expectations(built: BuiltModel) -> dict[str, int]:
     """How often each pass must match in the whole graph, counted on the model's modules.
 
-    linear: linear modules. rms_norm: norm modules. rotary, reshape_and_cache, paged_attention: attentions. swiglu: gated
-    MLPs. merge_linear: groups of at least two column projections that read one input (q/k/v; gate/up).
+    linear: linear modules. rms_norm: norm modules. rotary, reshape_and_cache, paged_attention: attentions. swiglu:
+    gated MLPs. merge_linear: groups of at least two column projections that read one input (q/k/v; gate/up).
     """
     modules = list(built.model.modules())
     attentions = [m for m in modules if hasattr(m, "num_key_value_groups")]

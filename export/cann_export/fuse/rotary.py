@@ -59,7 +59,8 @@ def _table_rows(graph: fx.Graph, node: Any) -> fx.Node:
     """[T, D] rows of cos or sin, made once for the graph, right where they are gathered."""
     for user in list(node.users):
         if is_call(user, aten.view.default) and list(user.args[1]) == [-1, int(value(node).shape[-1])]:
-            return user
+            found: fx.Node = user
+            return found
     with graph.inserting_after(node):
         return view(graph, node, [-1, int(value(node).shape[-1])], node)
 
