@@ -149,6 +149,8 @@ OPS: dict[str, Callable[[Any, Inputs], tuple[Tensor, ...]]] = {
     ),
     "GatherV2": lambda _, i: (torch.index_select(i["x"], int(i["axis"].reshape(-1)[0]), i["indices"]),),
     "Cast": lambda op, i: (i["x"].to(GE_DTYPES[op.attr["dst_type"].i]),),
+    "ZerosLike": lambda _, i: (torch.zeros_like(i["x"]),),
+    "SelectV2": lambda _, i: (torch.where(i["condition"], i["then"], i["else"]),),
     "Sub": _two(torch.sub),
     "Mul": _two(torch.mul),
     "Greater": _two(torch.gt),

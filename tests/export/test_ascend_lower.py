@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_toy import Size, toy_program
-from ge_interpreter import run_graph
 from torch import Tensor, fx
 
 from cann_export.fakeworld import fake_world
@@ -24,6 +22,8 @@ from cann_export.lower.ascend.toolchain import ensure_toolchain
 from cann_export.program import Program, Slot
 from cann_runtime.artifact.manifest import Bucket, Phase
 from cann_runtime.errors import RecipeError, UnsupportedModelError
+from tests.ascend_toy import Size, toy_program
+from tests.ge_interpreter import run_graph
 
 TARGET = resolve_target("ascend910b")
 DECODE = Bucket(tokens=4, seqs=4, rows=4, max_blocks=2)
@@ -155,11 +155,11 @@ def test_bytes_do_not_depend_on_the_process() -> None:
     lower_ascend(toy_program(Size(layers=1), DECODE, "decode"), target=TARGET)  # moves every counter of this process
     here = digest(lower_ascend(toy_program(Size(), PREFILL, "prefill"), target=TARGET))
     code = """
-import test_ascend_lower as t
+import tests.export.test_ascend_lower as t
 t.ensure_toolchain(print)
 print(t.digest(t.lower_ascend(t.toy_program(t.Size(), t.PREFILL, "prefill"), target=t.TARGET)))
 """
-    folders = [str(Path(__file__).parent), *sys.path]
+    folders = [str(Path(__file__).parents[2]), *sys.path]
     env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == here
