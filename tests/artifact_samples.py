@@ -93,7 +93,7 @@ def write_artifact(folder: Path, text: str = "one", *, tp: int = 2, weights: boo
                 format="ge-modeldef",
                 object=sha,
                 signature=signature_sha,
-                report={"nodes": 19, "histogram": {"first": {"MatMul": 4}, "middle": {"MatMul": 4, "RmsNorm": 2}}},
+                report={"layers": {"middle": {"nodes": 6, "histogram": {"MatMul": 4, "RmsNorm": 2}}}},
             )
             for phase, tokens in (("decode", 4), ("prefill", 64))
         ]

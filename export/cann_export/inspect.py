@@ -36,7 +36,7 @@ def describe(path: Path) -> dict[str, Any]:
         "name": manifest.name,
         "schema_version": manifest.schema_version,
         "fingerprint": manifest.fingerprint,
-        "model": manifest.architecture.get("architectures") or manifest.architecture.get("model_type"),
+        "model": manifest.architecture.get("architectures") or manifest.architecture.get("model_type", "unknown"),
         "dtype": manifest.dtype,
         "target": manifest.target.model_dump(),
         "toolchain": manifest.toolchain,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # renameat2(2)
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _CACHE = "cache"
 _OLD = ".old-"
 _VERSION = ".v-"
@@ -80,6 +81,8 @@ class ArtifactWriter:
             _remove(self._folder)
         finally:
             self._unlock()
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise ArtifactError(f"cannot write {self.target}: {error.strerror}; it is as it was before") from error
 
     def add_object(self, content: bytes | Path, kind: str = "object") -> str:
         """Store a file by its content, once, and return its sha256. `kind` only groups sizes for the report."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -176,6 +177,21 @@ def test_a_failed_export_leaves_the_old_artifact(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+    assert which(target) == "old"
+    assert hidden(tmp_path) == []
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    write_artifact(target, "old", weights=True)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # every file now ends at 64 KiB
+    try:
+        with pytest.raises(ArtifactError, match="cannot write") as caught, ArtifactWriter(target) as writer:
+            writer.add_object(bytes(1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "\n" not in str(caught.value)
     assert which(target) == "old"
     assert hidden(tmp_path) == []
 
