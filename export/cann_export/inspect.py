@@ -147,17 +147,18 @@ def _print(d: dict[str, Any]) -> None:
     )
     packed = sum(weights["packed"].values())
     facts.add_row("packed weights", f"{len(weights['packed'])} ranks, {_size(packed)}" if packed else "none")
+    inputs = {", ".join(f"{count} {kind}" for kind, count in g["inputs"].items()): None for g in d["graphs"]}
+    facts.add_row("graph inputs", "; ".join(inputs))
     if d["fusions"]:
         facts.add_row("fusions", ", ".join(f"{name} {count}" for name, count in d["fusions"].items()))
     console.print(facts)
 
-    graphs = Table("phase", "tokens", "seqs", "rows", "blocks", "ranks", "inputs", "size", "object", title="graphs")
+    graphs = Table("phase", "tokens", "seqs", "rows", "blocks", "ranks", "size", "object", title="graphs")
     for g in d["graphs"]:
         bucket = g["bucket"]
         most = "up to " if g["dynamic"] else ""
         row = [f"{most}{bucket[key]}" for key in ("tokens", "seqs", "rows", "max_blocks")]
-        inputs = ", ".join(f"{count} {kind}" for kind, count in g["inputs"].items())
-        graphs.add_row(g["phase"], *row, _ranks(g["ranks"]), inputs, _size(g["bytes"]), g["object"][:12])
+        graphs.add_row(g["phase"], *row, _ranks(g["ranks"]), _size(g["bytes"]), g["object"][:12])
     console.print(graphs)
 
     for phase, kinds in d["layers"].items():
