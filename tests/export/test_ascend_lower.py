@@ -208,6 +208,19 @@ def test_all_operators_without_a_converter_are_listed_before_lowering() -> None:
     assert "\n" not in message
 
 
+def test_an_operator_that_its_converter_refuses_is_named() -> None:
+    class Mixed(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.eq(x, y)
+
+    with torch.device("meta"):
+        args = (torch.empty(3, dtype=torch.bfloat16), torch.empty(3))
+    exported = torch.export.export(Mixed(), args, strict=False)
+    program = Program(exported.graph_module, [Slot("param", "x"), Slot("param", "y")], "decode", DECODE, 0, [])
+    with pytest.raises(UnsupportedModelError, match=r"^aten\.eq\.Tensor \(eq.*\) cannot be lowered for Ascend: "):
+        lower_ascend(program, target=TARGET)
+
+
 def test_a_length_of_the_wrong_dtype_is_refused() -> None:
     program = toy_program(Size(layers=1), DECODE, "decode")
     node = program.node_of("input", "kv_lens")

@@ -175,7 +175,13 @@ def _convert(program: Program, gm: fx.GraphModule) -> Layered:
                     values[node] = values[node.args[0]][node.args[1]]
                 else:
                     args, kwargs = _plain(node.args, values), _plain(node.kwargs, values)
-                    values[node] = graph.parse_node(node.target, args, kwargs, node.meta["val"])
+                    try:
+                        values[node] = graph.parse_node(node.target, args, kwargs, node.meta["val"])
+                    except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
+                        first = next(iter(str(error).splitlines()), type(error).__name__)
+                        raise UnsupportedModelError(
+                            f"{node.target} ({_origin(node)}) cannot be lowered for Ascend: {first}"
+                        ) from error
             for op in graph.graph.op[before:]:
                 layers[op.name] = layer_of_name(op.name) if op.type == "Data" else node.meta.get("layer")
     assert len(slot_of) == len(program.slots), "two inputs of the graph have the same Data name"
