@@ -22,7 +22,7 @@ from cann_runtime.errors import CannError, RequestError
 
 if TYPE_CHECKING:
     from cann_runtime.artifact.store import Artifact
-    from cann_runtime.parallel import Comm, Launch
+    from cann_runtime.parallel import Comm, Launch, LocalRanks
     from cann_runtime.request import SamplingParams
 
 MODES = "--prompt TEXT, --prompts FILE or --chat"
@@ -157,22 +157,27 @@ def _run(args: argparse.Namespace, command: list[str]) -> int:
             return 2  # rank 0 reports it
         raise
     except RuntimeError as error:
-        death = ranks.dead(patience=2.0) if ranks is not None else None
-        if death is None and "gloo" not in str(error).lower() and "connection" not in str(error).lower():
+        lost = _lost_rank(error, ranks)
+        if lost is None or args.debug:
             raise
-        if args.debug:
-            raise
-        reason = f"{death}; all ranks end" if death else "lost the connection to another rank"
-        print(f"cann-run: {f'rank {launch.rank}: ' if launch.rank else ''}{reason}", file=sys.stderr, flush=True)
+        print(f"cann-run: {f'rank {launch.rank}: ' if launch.rank else ''}{lost}", file=sys.stderr, flush=True)
         if ranks is not None:
             ranks.close(patience=1.0)
-        # Closing process groups whose peers are gone can wait for them.
-        os._exit(1)
+        os._exit(1)  # tearing down groups whose peers are gone can wait for them
     finally:
+        comm.close()
         if ranks is not None:
             ranks.close()
-    comm.close()
     return 0
+
+
+def _lost_rank(error: RuntimeError, ranks: LocalRanks | None) -> str | None:
+    """What to say where the error comes from another rank's end; None for any other error."""
+    death = ranks.dead(patience=2.0) if ranks is not None else None
+    if death is not None:
+        return f"{death}; all ranks end"
+    broken = ("gloo", "connection", "socket")
+    return "lost the connection to another rank" if any(word in str(error).lower() for word in broken) else None
 
 
 def _serve(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, _register_process_group
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
 from cann_runtime.artifact.manifest import Graph, Manifest, World
@@ -39,6 +39,7 @@ _START_TIMEOUT = datetime.timedelta(minutes=10)
 _INLINE = 2048
 _HEADER = 5
 _STOP = -1
+_GROUPS = ("world", "tp")  # as compiled graphs name them
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class LocalRanks:
 
 
 class Comm:
-    """The process groups of this rank, over gloo: `world`, and `tp` under the name that compiled graphs use."""
+    """This rank's process group over gloo, under the names that compiled graphs use."""
 
     def __init__(self, launch: Launch, store: Store) -> None:
         self.rank = launch.rank
@@ -187,7 +188,7 @@ class Comm:
             raise ArtifactError(f"the ranks cannot connect at {launch.address}: {_first_line(error)}") from error
         group = dist.group.WORLD
         assert group is not None
-        for name in ("world", "tp"):
+        for name in _GROUPS:
             _register_process_group(GroupName(name), group)
 
     def agree(self, error: CannError | None) -> None:
@@ -258,7 +259,13 @@ class Comm:
         return graph, StepInputs(ids, positions, slots.to(slot_dtype), table_SM, query_lens, kv_lens, rows)
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Leave the groups.
+
+        A group that is still registered lives until the process tears down its statics, and aborts it then: its threads
+        were not joined.
+        """
+        for name in _GROUPS:
+            _unregister_process_group(GroupName(name))
         dist.destroy_process_group()
 
 

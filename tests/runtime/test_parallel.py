@@ -91,7 +91,7 @@ def test_two_ranks_give_the_tokens_of_transformers(
 def test_torchrun_starts_the_same_ranks(
     artifact: Path, environ: dict[str, str], asked: tuple[Path, list[list[int]]]
 ) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(artifact, environ, "--prompts", str(asked[0]), "--max-tokens", "8", "--json", launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["tokens"] for line in done.stdout.splitlines()] == asked[1]
