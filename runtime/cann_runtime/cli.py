@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cann_runtime.parallel import Comm, Launch, LocalRanks
     from cann_runtime.request import SamplingParams
 
-MODES = "--prompt TEXT, --prompts FILE or --chat"
+MODES = "--prompt TEXT, --prompts FILE, --chat or --score FILE"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     mode.add_argument("--prompt", metavar="TEXT", help="answer one prompt")
     mode.add_argument("--prompts", metavar="FILE", type=Path, help="prompts as one batch: one a line, or JSONL")
     mode.add_argument("--chat", action="store_true", help="talk in the terminal")
+    mode.add_argument("--score", metavar="FILE", type=Path, help="loss of the model on a text file, in nats a token")
     mode.add_argument("--compile-only", action="store_true", help="fill the artifact's cache/ on a host with CANN")
 
     sampling = parser.add_argument_group("sampling")
@@ -79,6 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("weights, memory and ranks")
     where.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights and tokenizer of this checkpoint")
     where.add_argument("--kv-memory", type=_bytes, metavar="SIZE", help="KV cache of one rank, such as 4G")
+    where.add_argument(
+        "--concurrency", type=_positive, metavar="N", help="most sequences at once (default: all that fit)"
+    )
     where.add_argument("--threads", type=_positive, metavar="N", help="CPU threads of one rank")
     where.add_argument("--node-rank", type=int, metavar="N", help="this host's number, where there are several")
     where.add_argument("--master-addr", metavar="ADDR", help="address of host 0, where there are several")
@@ -111,10 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, command: list[str]) -> int:
-    if not (args.compile_only or args.chat or args.prompts is not None or args.prompt is not None):
+    if not (args.compile_only or args.chat or args.score or args.prompts is not None or args.prompt is not None):
         raise RequestError(f"nothing to do: pass {MODES}")
-    if args.prompts is not None and not args.prompts.is_file():
-        raise RequestError(f"--prompts: {args.prompts} is not a file")
+    for flag, file in (("--prompts", args.prompts), ("--score", args.score)):
+        if file is not None and not file.is_file():
+            raise RequestError(f"{flag}: {file} is not a file")
     if args.checkpoint is not None and not args.checkpoint.is_dir():
         raise RequestError(f"--checkpoint: {args.checkpoint} is not a folder")
 
@@ -216,7 +221,7 @@ def _serve(
 
     try:
         text = terminal.TextSide.open(artifact, args.checkpoint)
-        engine = Engine(manifest, executor, blocks, comm, eos_token_ids=text.eos)
+        engine = Engine(manifest, executor, blocks, comm, eos_token_ids=text.eos, concurrency=args.concurrency)
         terminal.run(args, engine, text, params)
     finally:
         if comm is not None:

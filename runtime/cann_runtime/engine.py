@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from cann_runtime.artifact.manifest import Manifest
 from cann_runtime.buckets import Buckets
@@ -21,7 +22,7 @@ from cann_runtime.kv.manager import KVManager
 from cann_runtime.parallel import Comm
 from cann_runtime.request import FinishReason, Request, SamplingParams
 from cann_runtime.sampler import sample
-from cann_runtime.scheduler import Scheduler
+from cann_runtime.scheduler import Batch, Scheduler
 from cann_runtime.step import build_step
 
 
@@ -46,7 +47,8 @@ class Stats:
 class Engine:
     """One artifact on an executor whose KV caches have `num_blocks` blocks (scratch blocks included).
 
-    comm: the ranks that follow this one, or None for a single rank. eos_token_ids replaces the manifest's.
+    comm: the ranks that follow this one, or None for a single rank. eos_token_ids replaces the manifest's. concurrency
+    caps the sequences that run at once below the manifest's max_batch_size.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         comm: Comm | None = None,
         *,
         eos_token_ids: Iterable[int] | None = None,
+        concurrency: int | None = None,
     ) -> None:
         self.manifest = manifest
         self.executor = executor
@@ -68,7 +71,8 @@ class Engine:
             raise ArtifactError(
                 f"{num_blocks} KV blocks leave none for requests: the artifact keeps {spec.scratch_blocks} for padding"
             )
-        max_running = min(manifest.max_batch_size, self.buckets.max_decode_seqs)
+        max_batch = min(manifest.max_batch_size, concurrency or manifest.max_batch_size)
+        max_running = min(max_batch, self.buckets.max_decode_seqs)
         self.kv = KVManager(
             num_blocks=num_blocks,
             scratch_blocks=spec.scratch_blocks,
@@ -76,9 +80,7 @@ class Engine:
             max_seqs=max_running,
             max_blocks=self.buckets.max_blocks,
         )
-        self.scheduler = Scheduler(
-            self.buckets, self.kv, mixed_phases=manifest.mixed_phases, max_batch_size=manifest.max_batch_size
-        )
+        self.scheduler = Scheduler(self.buckets, self.kv, mixed_phases=manifest.mixed_phases, max_batch_size=max_batch)
         self.stats = Stats()
         self._ids = itertools.count()
 
@@ -117,18 +119,7 @@ class Engine:
         if batch is None:
             return []
         sampled = batch.sampled()
-        index = self.buckets.pick(len(batch.requests), batch.tokens, batch.longest)
-        graph = self.buckets.graphs[index]
-        inputs = build_step(self.manifest, graph, batch, sampled, self.kv)
-        if self.comm is not None:
-            self.comm.send_step(index, inputs)
-        started = perf_counter()
-        logits_RV = self.executor.execute(graph, inputs)
-        now = perf_counter()
-        self.stats.steps += 1
-        self.stats.rows += len(inputs.input_ids_T)
-        self.stats.padding_rows += len(inputs.input_ids_T) - batch.tokens
-        self.stats.execute_seconds += now - started
+        logits_RV = self.execute(batch, sampled)
         self.scheduler.advance(batch)
         if not sampled:
             return []
@@ -137,6 +128,23 @@ class Engine:
             logits_RV, self.manifest.vocab_size, [r.params for r in requests], [r.generator for r in requests]
         )
         return [self._append(request, token) for request, token in zip(requests, tokens)]
+
+    def execute(self, batch: Batch, sampled: list[int], *, all_rows: bool = False) -> Tensor:
+        """Run a batch on all ranks: logits [R, V], a row for each sequence in `sampled`, or for every token."""
+        index = self.buckets.pick(len(batch.requests), batch.tokens, batch.longest)
+        graph = self.buckets.graphs[index]
+        inputs = build_step(self.manifest, graph, batch, sampled, self.kv)
+        if all_rows:
+            inputs.logits_rows_R = torch.arange(batch.tokens)
+        if self.comm is not None:
+            self.comm.send_step(index, inputs)
+        started = perf_counter()
+        logits_RV = self.executor.execute(graph, inputs)
+        self.stats.execute_seconds += perf_counter() - started
+        self.stats.steps += 1
+        self.stats.rows += len(inputs.input_ids_T)
+        self.stats.padding_rows += len(inputs.input_ids_T) - batch.tokens
+        return logits_RV
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from cann_runtime.chat import Message
 from cann_runtime.engine import Engine
 from cann_runtime.errors import ArtifactError, RequestError
 from cann_runtime.request import Request, SamplingParams
+from cann_runtime.score import token_losses
 from cann_runtime.tokenizer import TextStream, Tokenizer, eos_token_ids
 
 DEFAULT_MAX_TOKENS = 256
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace, engine: Engine, text: TextSide, params: Sampli
     """Run the mode that the arguments ask for."""
     if args.chat:
         _chat(args, engine, text.need_tokenizer(), params)
+    elif args.score is not None:
+        _score(args, engine, text.need_tokenizer())
     elif args.prompts is not None:
         prompts = [_prompt(entry, text, args.raw) for entry in read_prompts(args.prompts)]
         _answer(args, engine, text, prompts, params)
@@ -112,6 +116,22 @@ def _prompt(entry: str | dict[str, Any], text: TextSide, raw: bool) -> Prompt:
     if raw or tokenizer.chat_template is None:
         return Prompt(content, tokenizer.encode(content))
     return Prompt(content, tokenizer.encode_chat([{"role": "user", "content": content}]))
+
+
+def _score(args: argparse.Namespace, engine: Engine, tokenizer: Tokenizer) -> None:
+    try:
+        content = args.score.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--score: {args.score} cannot be read: {error}") from error
+    tokens = tokenizer.encode(content)
+    if len(tokens) < 2:
+        raise RequestError(f"--score: {args.score} has {len(tokens)} tokens, at least 2 are needed")
+    losses = token_losses(engine, tokens)
+    mean = sum(losses) / len(losses)
+    result = {"tokens": len(tokens), "loss": mean, "perplexity": math.exp(mean)}
+    print(
+        json.dumps(result) if args.json else f"{len(tokens)} tokens, loss {mean:.4f}, perplexity {math.exp(mean):.3f}"
+    )
 
 
 def _limited(params: SamplingParams, engine: Engine, prompt: Sequence[int]) -> SamplingParams:
