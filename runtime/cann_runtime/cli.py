@@ -145,6 +145,10 @@ def _run(args: argparse.Namespace, command: list[str]) -> int:
         master_addr=args.master_addr,
         master_port=args.master_port,
     )
+    if artifact.manifest.target.kind == "ascend":
+        from cann_runtime.executor.ge.host import check_host, read_host
+
+        check_host(artifact.manifest, read_host(launch.local_rank))
     threads = threads_per_rank(launch, args.threads)
     if threads is not None:
         torch.set_num_threads(threads)

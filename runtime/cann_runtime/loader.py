@@ -105,15 +105,8 @@ def kv_budget(artifact: Artifact, local_ranks: int, kv_bytes: int | None) -> int
     """kv_blocks for this host. On an NPU of its whole memory, not what is free: the count is compiled into the graphs,
     so it must be the same at every start."""
     if artifact.manifest.target.kind == "ascend":
+        from cann_runtime.executor.ge.host import device_memory
         from cann_runtime.executor.npu import local_device
 
-        return kv_blocks(artifact.manifest, npu_memory(local_device()), kv_bytes)
+        return kv_blocks(artifact.manifest, device_memory(local_device()), kv_bytes)
     return kv_blocks(artifact.manifest, free_host_memory(local_ranks), kv_bytes)
-
-
-def npu_memory(device: int) -> int:
-    """Bytes of an NPU's whole memory. Needs torch_npu and a device."""
-    import torch_npu
-
-    total: int = torch_npu.npu.mem_get_info(device)[1]
-    return total
