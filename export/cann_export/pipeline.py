@@ -116,12 +116,13 @@ def _lower_ascend(
     settings: Settings, world: World, writer: ArtifactWriter, clock: _Clock, progress: Progress
 ) -> _Lowered:
     from cann_export.lower.ascend.convert import lower_ascend
-    from cann_export.lower.ascend.soc import check_block_size, layout, resolve_target
+    from cann_export.lower.ascend.soc import check_block_size, check_dtypes, layout, resolve_target
     from cann_export.lower.ascend.toolchain import ensure_toolchain
 
     target = resolve_target(settings.target, settings.cann)
     size = config_head_dim(settings.config)
     check_block_size(target, settings.block_size, size)
+    check_dtypes(target, settings.dtype, settings.kv_dtype)
     flat = layout(size) == "flat"
     total = int(settings.config["num_hidden_layers"])
     short = short_layers(settings.config)

@@ -69,17 +69,22 @@ def print_report(report: Report, console: Console) -> None:
     table.add_column()
     target = m.target.isa if m.target.kind == "cpu" else f"{m.target.soc}, CANN {m.target.cann}"
     table.add_row("target", f"{m.target.kind} ({target}), {m.dtype}, kv {m.kv_cache.dtype}")
-    table.add_row("world", f"{m.world.size} ranks: tp {m.world.tp}, ep {m.world.ep}, dp {m.world.dp}")
+    table.add_row("world", f"{_count(m.world.size, 'rank')}: tp {m.world.tp}, ep {m.world.ep}, dp {m.world.dp}")
     for phase in dict.fromkeys(g.phase for g in m.graphs):
         sizes = [g.bucket.tokens for g in m.graphs if g.phase == phase]
-        kind = "any size up to" if m.graphs[0].dynamic else f"{len(sizes)} buckets:"
+        kind = "any size up to" if m.graphs[0].dynamic else f"{_count(len(sizes), 'bucket')}:"
         table.add_row(f"{phase} graphs", f"{kind} {', '.join(map(str, sizes))} tokens")
     unique = {g.object for g in m.graphs}
-    table.add_row("stored", f"{len(unique)} graphs for {m.world.size} ranks, {sum(m.objects.values()) / 1e6:.1f} MB")
-    for kind, layer in (m.graphs[0].report.get("layers") or {}).items():
+    table.add_row(
+        "stored",
+        f"{_count(len(unique), 'graph')} for {_count(m.world.size, 'rank')}, {sum(m.objects.values()) / 1e6:.1f} MB",
+    )
+    layers = m.graphs[0].report.get("layers") or {}
+    for kind, layer in layers.items():
         ops = ", ".join(f"{name} {n}" for name, n in layer.get("histogram", {}).items())
         kernels = f" ({layer['kernels']} kernels)" if "kernels" in layer else ""
-        table.add_row(f"ops per layer ({kind})", f"{layer.get('nodes')}{kernels}: {ops}")
+        label = "ops per layer" if len(layers) == 1 else f"ops per layer ({kind})"
+        table.add_row(label, f"{layer.get('nodes')}{kernels}: {ops}")
     table.add_row("fusions", ", ".join(f"{k} {n}" for k, n in m.report.get("fusions", {}).items()))
     table.add_row("kv cache", f"{m.kv_cache.bytes_per_block() / m.kv_cache.block_size:.0f} bytes per token and rank")
     if m.weights:
@@ -89,3 +94,7 @@ def print_report(report: Report, console: Console) -> None:
     table.add_row("peak memory", f"{report.peak_bytes / 1e9:.2f} GB")
     table.add_row("fingerprint", m.fingerprint[:16])
     console.print(table)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

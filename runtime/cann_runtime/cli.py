@@ -16,8 +16,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from cann_runtime.arguments import Parser
 from cann_runtime.errors import CannError, RequestError
 
 if TYPE_CHECKING:
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
 
 MODES = "--prompt TEXT, --prompts FILE, --chat or --score FILE"
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def _bytes(text: str) -> int:
@@ -52,7 +45,7 @@ def _positive(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All arguments of cann-run."""
-    parser = _Parser(prog="cann-run", description="Run an exported artifact.")
+    parser = Parser(prog="cann-run", description="Run an exported artifact.")
     parser.add_argument("artifact", type=Path, help="folder that cann-export wrote")
 
     mode = parser.add_mutually_exclusive_group()
