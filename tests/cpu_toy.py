@@ -1,8 +1,8 @@
 """A small decoder written directly in `atb` ops, as the exporter's programs look after fusion, for the tests of the CPU
 target: the same module runs eagerly (what results are compared with) and is exported to a Program.
 
-Shape letters: T tokens, S sequences, R logits rows, M block-table columns, N heads, K kv heads, D head_dim, P block_size,
-B blocks, V vocabulary, H hidden, I intermediate.
+Shape letters: T tokens, S sequences, R logits rows, M block-table columns, N heads, K kv heads, D head_dim,
+P block_size, B blocks, V vocabulary, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ def program(c: Config) -> Program:
     slots = [Slot("param", name) for name in shapes] + [Slot("input", name) for name in STEP_INPUTS]
     slots += [Slot("kv", f"{kind}_cache_{i}") for i in range(c.layers) for kind in "kv"]
     bucket = Bucket(tokens=512, seqs=16, rows=64, max_blocks=16)
-    return Program(
-        exported.graph_module, slots, "mixed", bucket, c.layers, ["dense"] * c.layers, True, c.head_dim
-    )
+    return Program(exported.graph_module, slots, "mixed", bucket, c.layers, ["dense"] * c.layers, True, c.head_dim)
 
 
 def eager(c: Config, params: dict[str, Tensor], step: StepInputs, kv: list[Tensor]) -> Tensor:
@@ -166,7 +164,7 @@ class Batch:
         self.random = torch.Generator().manual_seed(self.seed + 1)
 
     def step(self, rows: dict[int, int], all_logits: bool = True) -> StepInputs:
-        """The next step of the sequences in `rows` (index -> new tokens, random ones); a new index starts a sequence."""
+        """The next step of the sequences in `rows` (index -> new random tokens); a new index starts one."""
         position, slot, query, seen, last = [], [], [], [], []
         for seq, count in rows.items():
             while len(self.lengths) <= seq:

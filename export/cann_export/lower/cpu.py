@@ -4,8 +4,8 @@ The small fused ops become plain aten, which inductor fuses again; linears and a
 library, on packed weights and on one KV cache tensor for all layers. Compiling is in `cpu_compile.py`, the kernels'
 compiler flags in `cpu_toolchain.py`; loading and running is `cann_runtime.executor.cpu`.
 
-Shape letters: T tokens, S sequences, R logits rows, M block-table columns, N query heads, K kv heads, D head_dim, B blocks,
-P block_size, L layers, H hidden.
+Shape letters: T tokens, S sequences, R logits rows, M block-table columns, N query heads, K kv heads, D head_dim,
+B blocks, P block_size, L layers, H hidden.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ _INPUT_DIMS = {
 class CpuGraph:
     """One compiled graph and what is needed to run it.
 
-    library: the AOTInductor .so; kernels: the kernel library that it calls; isa: what both were compiled for; signature:
-    parameters first, then the step inputs, then the cache; kv_cache: its layout, without scratch blocks. report: how many
-    linears, attentions and collectives were lowered and how.
+    library: the AOTInductor .so; kernels: the kernel library that it calls; isa: what both were compiled for.
+    signature: constants first (constant i of the library is named `p{i}`), then the step inputs, then the cache.
+    kv_cache: its layout, without scratch blocks. report: how many linears, attentions and collectives were lowered and
+    how.
     """
 
     library: Path
@@ -98,6 +99,11 @@ def _element(node: fx.Node) -> tuple[fx.Node, int] | None:
     return None
 
 
+def _node(arg: Any) -> fx.Node:
+    assert isinstance(arg, fx.Node), arg
+    return arg
+
+
 _VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
 
 
@@ -141,13 +147,14 @@ def _find_attentions(program: Program) -> dict[fx.Node, _Attention]:
         k_out = _element(write.args[0]) if write is not None else None
         if layer is None or write is None or q_out is None or k_out is None or q_out[0] is not k_out[0]:
             raise UnsupportedModelError(
-                f"target cpu: {node.name}: attention must follow a rotary embedding and the cache write of its own layer"
+                f"target cpu: {node.name}: attention must follow a rotary embedding and its own layer's cache write"
             )
         rotary = q_out[0]
         if not _called(rotary, "atb.rotary") or (q_out[1], k_out[1]) != (0, 1):
-            raise UnsupportedModelError(f"target cpu: {node.name}: its queries and keys do not come from one atb.rotary")
-        q, k, cos, sin = rotary.args
-        v = write.args[1]
+            raise UnsupportedModelError(
+                f"target cpu: {node.name}: its queries and keys do not come from one atb.rotary"
+            )
+        q, k, cos, sin, v = (_node(a) for a in (*rotary.args, write.args[1]))
         found[node] = _Attention(layer, q, k, v, cos, sin, _merged_qkv(q, k, v))
     return found
 
@@ -170,16 +177,15 @@ def _swiglu(x: Tensor) -> Tensor:
 class _Lowered(nn.Module):
     """The program as a module of CPU ops: forward(step inputs..., kv_cache) -> logits.
 
-    It interprets the program's graph, op by op, so that exporting it records the lowered ops. Its buffers `p{i}` are the
-    constants, in the order of `constants`; their memory is never touched.
+    It interprets the program's graph, op by op, so that exporting it records the lowered ops. Its buffers `p{i}` are
+    the constants, in the order of `constants`; their memory is never touched.
     """
 
-    def __init__(self, program: Program, scratch_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
         self.program = program
         self.attentions = _find_attentions(program)
         self.constants: list[_Constant] = []
-        self.report = {"linear": 0, "linear_plain": 0, "attention": 0, "attention_cat": 0, "collective": 0}
         self._params = {
             node: slot.name
             for node, slot in zip(program.placeholders(), program.slots, strict=True)
@@ -209,7 +215,9 @@ class _Lowered(nn.Module):
         return [u for u in param.users if _called(u, "atb.linear") and u.args[1] is param]
 
     def _needs_raw(self, param: fx.Node) -> bool:
-        return any(not (_called(u, "atb.linear") and u.args[1] is param and u.args[0] is not param) for u in param.users)
+        return any(
+            not (_called(u, "atb.linear") and u.args[1] is param and u.args[0] is not param) for u in param.users
+        )
 
     def _add(self, param: fx.Node, *, packed: bool) -> None:
         meta = tensor_meta(param)
@@ -315,7 +323,9 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "atb.swiglu.default": _swiglu,
     "atb.linear.default": torch.nn.functional.linear,
     "_c10d_functional.all_reduce.default": _all_reduce,
-    "_c10d_functional.all_gather_into_tensor.default": lambda x, size, group: torch.ops.cann_cpu.all_gather(x, size, group),
+    "_c10d_functional.all_gather_into_tensor.default": lambda x, size, group: torch.ops.cann_cpu.all_gather(
+        x, size, group
+    ),
     "_c10d_functional.wait_tensor.default": lambda x: x,
 }
 
@@ -328,7 +338,9 @@ def _kv_spec(program: Program) -> KVCacheSpec:
         if slot.kind == "kv"
     }
     if len(shapes) != 1:
-        raise UnsupportedModelError(f"target cpu: all layers must have one KV cache shape, found {sorted(map(str, shapes))}")
+        raise UnsupportedModelError(
+            f"target cpu: all layers must have one KV cache shape, found {sorted(map(str, shapes))}"
+        )
     ((block_size, kv_heads, head_dim), dtype) = next(iter(shapes))
     return KVCacheSpec(
         layout="stacked",

@@ -20,6 +20,11 @@ from cann_export.lower.cpu_toolchain import EXTRA_FLAGS, MARCH
 
 _HANDLE = "AtenTensorHandle"
 
+# Error messages hold the names of generated sources and of torch's headers, and symbols random numbers: with these, and
+# without symbols, equal programs give equal bytes in any folder. (Prefix maps would do it too, but their text would
+# differ from run to run, and inductor's precompiled headers, a third of the compile time, would never be reused.)
+_SAME_BYTES = ["-frandom-seed=graph", "-Wno-builtin-macro-redefined", "'-D__FILE__=\"graph\"'", "-s"]
+
 
 def _c_functions() -> dict[Any, list[str]]:
     """The kernel library's ops with the C functions that stand for them (defined in ops.cpp and runner.cpp)."""
@@ -43,7 +48,10 @@ def _options(isa: str, out: Path) -> dict[str, Any]:
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.output_path": str(out),
         "aot_inductor.custom_ops_to_c_shims": _c_functions(),
-        "cpp.march": " ".join([MARCH[isa], *EXTRA_FLAGS[isa]]),
+        # The only option that takes compiler flags, so it carries ours too.
+        "cpp.march": " ".join([MARCH[isa], *EXTRA_FLAGS[isa], *_SAME_BYTES]),
+        "aot_inductor.enable_line_tables": False,
+        "aot_inductor.model_name_for_generated_files": "graph",
         "cpp.simdlen": 256 if isa == "avx2" else 512,
         # The number of threads is the inference host's, not the exporter's.
         "cpp.dynamic_threads": True,
@@ -59,7 +67,7 @@ def compile_graph(exported: torch.export.ExportedProgram, *, isa: str, out: Path
     args, kwargs = exported.example_inputs or ((), {})
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "graph.so"
-        with mock.patch.object(vec_isa, "valid_vec_isa_list", lambda: [target]):
+        with mock.patch.object(vec_isa, "valid_vec_isa_list", return_value=[target]):
             made = torch._inductor.aot_compile(module, args, kwargs, options=_options(isa, library))
         shutil.copyfile(str(made), out)
     return out

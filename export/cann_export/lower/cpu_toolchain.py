@@ -7,11 +7,13 @@ bytes do not depend on where it was built. What uses it is in `cpu.py`; what loa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,62 +78,73 @@ def _torch_root() -> Path:
     return Path(torch.__file__).parent
 
 
-def _compile_command(source: str, isa: str, out: Path) -> list[str]:
-    """The command for one source. File names inside the object are relative, so that its bytes are the same anywhere."""
-    flags = [*COMMON_FLAGS, f"-ffile-prefix-map={KERNELS}=kernels", f"-frandom-seed={source}", f"-DCANN_ISA={isa}"]
+def _flags(source: str, isa: str) -> list[str]:
+    """The compiler flags of one source; they keep folder names out of the object."""
+    flags = [*COMMON_FLAGS, f"-ffile-prefix-map={KERNELS}=kernels", f"-frandom-seed={source}"]
     if source in KERNEL_SOURCES:
-        flags += [f"-march={MARCH[isa]}", *EXTRA_FLAGS[isa]]
-    else:
-        include = _torch_root() / "include"
-        flags += [
-            f"-ffile-prefix-map={_torch_root()}=torch",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            f"-isystem{include}",
-            f"-isystem{include / 'torch' / 'csrc' / 'api' / 'include'}",
-        ]
-    return [compiler(), *flags, "-c", str(KERNELS / source), "-o", str(out)]
+        return [*flags, f"-march={MARCH[isa]}", *EXTRA_FLAGS[isa]]
+    include = _torch_root() / "include"
+    return [
+        *flags,
+        f"-ffile-prefix-map={_torch_root()}=torch",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-isystem{include}",
+        f"-isystem{include / 'torch' / 'csrc' / 'api' / 'include'}",
+    ]
 
 
-def _link_command(objects: list[Path], out: Path) -> list[str]:
-    libs = [f"-L{_torch_root() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    return [compiler(), "-shared", "-fopenmp", "-s", "-o", str(out), *map(str, objects), *libs]
-
-
-def _run(command: list[str]) -> None:
+def _run(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-300:])
-        raise RecipeError(f"target cpu: {command[0]} failed on {Path(command[-3]).name}: {first}")
+        raise RecipeError(f"target cpu: {command[0]} failed on {what}: {first}")
 
 
-def _key(isa: str) -> str:
+@functools.cache
+def _compiler_version(name: str) -> str:
+    return subprocess.run([name, "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
+
+
+def _key(source: str, isa: str) -> str:
+    """What an object file depends on: its source and all headers, flags, compiler and torch."""
     digest = hashlib.sha256()
-    for path in sorted(KERNELS.iterdir()):
-        if path.suffix in (".cpp", ".h"):
-            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
-    version = subprocess.run([compiler(), "-dumpfullversion"], capture_output=True, text=True).stdout
-    parts = [isa, MARCH[isa], *EXTRA_FLAGS[isa], *COMMON_FLAGS, torch.__version__, version]
-    digest.update("\0".join(parts).encode())
+    for path in [KERNELS / source, *sorted(KERNELS.glob("*.h"))]:
+        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    digest.update("\0".join([*_flags(source, isa), torch.__version__, _compiler_version(compiler())]).encode())
     return digest.hexdigest()[:24]
 
 
-def build_kernels(isa: str) -> Path:
-    """The kernel library for an ISA (not `native`), compiled if it is not in the cache yet (about half a minute).
-
-    Concurrent builds are safe: each works in a folder of its own and renames the result into place.
-    """
-    target = cache_dir() / "kernels" / _key(isa) / "cann_cpu.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        work = Path(folder)
-        sources = [*TORCH_SOURCES, *KERNEL_SOURCES]
-        objects = [work / f"{Path(source).stem}.o" for source in sources]
-        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            commands = [_compile_command(source, isa, out) for source, out in zip(sources, objects, strict=True)]
-            list(pool.map(_run, commands))
-        library = work / "cann_cpu.so"
-        _run(_link_command(objects, library))
-        library.rename(target)
+def _build(target: Path, what: str, command: Callable[[Path], list[str]]) -> Path:
+    """Make `target` by the command for an output path, unless it is there. Concurrent builds are safe: each works in a
+    folder of its own and renames the result into place."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            out = Path(folder) / target.name
+            _run(command(out), what)
+            out.rename(target)
     return target
+
+
+def build_kernels(isa: str) -> Path:
+    """The kernel library for an ISA (not `native`), compiled if it is not in the cache yet (about half a minute)."""
+    folder = cache_dir() / "kernels"
+    sources = [*TORCH_SOURCES, *KERNEL_SOURCES]
+    keys = [_key(source, isa) for source in sources]
+
+    def compile_one(source: str, key: str) -> Path:
+        def command(out: Path) -> list[str]:
+            return [compiler(), *_flags(source, isa), "-c", str(KERNELS / source), "-o", str(out)]
+
+        return _build(folder / f"{Path(source).stem}-{key}.o", source, command)
+
+    def link(out: Path) -> list[str]:
+        libs = [f"-L{_torch_root() / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        return [compiler(), "-shared", "-fopenmp", "-s", "-o", str(out), *map(str, objects), *libs]
+
+    library = folder / hashlib.sha256("".join(keys).encode()).hexdigest()[:24] / "cann_cpu.so"
+    if library.exists():
+        return library
+    with ThreadPoolExecutor(max_workers=min(len(sources), os.cpu_count() or 1)) as pool:
+        objects = list(pool.map(compile_one, sources, keys))
+    return _build(library, "the kernel library", link)

@@ -17,7 +17,7 @@ ISAS: dict[str, frozenset[str]] = {
     "avx512": _AVX512,
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
 }
-"""ISA -> the cpuinfo flags that its code needs, from the least to the most demanding (x86-64-v3, x86-64-v4, v4 + BF16)."""
+"""ISA -> the cpuinfo flags that its code needs, the least demanding first (x86-64-v3, v4, v4 + BF16)."""
 
 CPUINFO = Path("/proc/cpuinfo")
 

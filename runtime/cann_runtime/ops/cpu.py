@@ -40,7 +40,9 @@ def load_library(path: Path) -> None:
     try:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as e:
-        raise ArtifactError(f"{path}: the CPU kernel library does not load with torch {torch.__version__}: {e}") from None
+        raise ArtifactError(
+            f"{path}: the CPU kernel library does not load with torch {torch.__version__}: {e}"
+        ) from None
     _loaded[digest] = str(path)
 
 

@@ -109,9 +109,8 @@ class Step {
     }
     const int64_t start = task.seq ? a_.query_ends[task.seq - 1] : 0, rows = a_.query_ends[task.seq] - start;
     const int64_t count = std::min<int64_t>(VIRTUAL_ROWS, rows * group_ - task.first);
-    prefill_rows<T, DIM>(k, v, q_head + (start * group_ + task.first) * d, task.first, count, group_, a_.kv_lens[task.seq] - rows,
-                         a_.scale, scratch.get<float>(PrefillScratch<T>::floats(d)),
-                         [&](int64_t i, const float* out, float factor) {
+    prefill_rows(k, v, q_head + (start * group_ + task.first) * d, task.first, count, group_, a_.kv_lens[task.seq] - rows, a_.scale,
+                 scratch.get<float>(PrefillScratch<T>::floats(d)), [&](int64_t i, const float* out, float factor) {
                            const int64_t t = start + i / group_, h = task.kv_head * group_ + i % group_;
                            scale_row(out, factor, a_.out + (t * a_.heads + h) * d, d);
                          });

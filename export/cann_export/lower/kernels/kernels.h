@@ -8,6 +8,9 @@
 
 namespace cann {
 
+// The ISA that the kernels were compiled for.
+const char* isa();
+
 constexpr int64_t LINEAR_BLOCK = 32;  // output features of a packed block
 
 // x [m, k] times packed weights [ceil(n / 32)][ceil(k / PAIR)][32][PAIR] plus bias [n] (or null): out [m, n].

@@ -11,6 +11,7 @@ namespace {
 
 // Bytes of activations that a panel may hold, so that they stay in the L2 cache while all weight blocks pass by.
 constexpr int64_t PANEL_BYTES = 512 * 1024;
+constexpr int PAIR_ROWS = W == 16 ? RMAX / 2 : 1;  // rows of a tile of two blocks
 constexpr int PREFETCH = 2048;  // bytes ahead in the weight stream
 
 template <class T>
@@ -46,6 +47,16 @@ void rows_times_blocks(const T* x, const T* w, const T* bias, T* out, int64_t n,
 
 namespace cann {
 
+const char* isa() {
+#if defined(__AVX512BF16__)
+  return "avx512_bf16";
+#elif defined(__AVX512F__)
+  return "avx512";
+#else
+  return "avx2";
+#endif
+}
+
 template <class T>
 void linear(const T* x, const T* packed, const T* bias, T* out, int64_t m, int64_t n, int64_t k, int threads) {
   constexpr int P = Mac<T>::PAIR;
@@ -62,21 +73,24 @@ void linear(const T* x, const T* packed, const T* bias, T* out, int64_t m, int64
       const int64_t row0 = item / blocks * panel, row1 = std::min(m, row0 + panel), b = item % blocks;
       const T* w = packed + b * block_size;
       const T* bias_b = bias ? bias + b * BLOCK : nullptr;
-      // A single row leaves the accumulator chains latency-bound: take two blocks at a time.
-      if (m == 1 && item + 1 < last) {
-        rows_times_blocks<T, 1, 2>(x, w, bias_b, out + b * BLOCK, n, k, n - b * BLOCK);
-        item += 2;
-        continue;
-      }
+      // Two blocks at a time where that is faster: one row alone is bound by the latency of its accumulator chains, and
+      // many rows need fewer broadcasts for each multiply (where the register file is large enough).
+      const bool two = item + 1 < last && b + 1 < blocks && (m == 1 || (PAIR_ROWS > 1 && m > RMAX));
       for (int64_t row = row0; row < row1;) {
-        const int rows = next_rows(row1 - row);
-        with_rows(rows, [&](auto r) {
-          rows_times_blocks<T, decltype(r)::value, 1>(
-              x + row * k, w, bias_b, out + row * n + b * BLOCK, n, k, n - b * BLOCK);
-        });
+        const int rows = two ? static_cast<int>(std::min<int64_t>(PAIR_ROWS, row1 - row)) : next_rows(row1 - row);
+        const T* x_row = x + row * k;
+        T* y = out + row * n + b * BLOCK;
+        if (two)
+          with_rows<PAIR_ROWS>(rows, [&](auto r) {
+            rows_times_blocks<T, decltype(r)::value, 2>(x_row, w, bias_b, y, n, k, n - b * BLOCK);
+          });
+        else
+          with_rows(rows, [&](auto r) {
+            rows_times_blocks<T, decltype(r)::value, 1>(x_row, w, bias_b, y, n, k, n - b * BLOCK);
+          });
         row += rows;
       }
-      item++;
+      item += two ? 2 : 1;
     }
   }
 }

@@ -12,9 +12,6 @@
 #include "kernels.h"
 #include "plain.h"
 
-#define CANN_STRING_(x) #x
-#define CANN_STRING(x) CANN_STRING_(x)
-
 namespace {
 
 using at::Tensor;
@@ -157,7 +154,7 @@ Tensor rope_paged_attention_meta(const Tensor& qkv, const Tensor&, const Tensor&
 
 std::vector<int64_t> kernel_calls() { return {calls[0], calls[1], calls[2], calls[3]}; }
 
-std::string isa() { return CANN_STRING(CANN_ISA); }
+std::string isa() { return cann::isa(); }
 
 }  // namespace
 

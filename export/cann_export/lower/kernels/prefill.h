@@ -71,10 +71,9 @@ struct PrefillScratch {
 };
 
 // One tile of R virtual rows against the packed key block that starts at key `first`. seen[r]: keys that row r sees.
-template <class T, int R, int DIM>
-void prefill_tile(const PrefillScratch<T>& s, const T* q, int64_t row, const int64_t* seen, int64_t first, int64_t dim,
+template <class T, int R>
+void prefill_tile(const PrefillScratch<T>& s, const T* q, int64_t row, const int64_t* seen, int64_t first, int64_t head_dim,
                   float scale) {
-  const int64_t head_dim = DIM ? DIM : dim;
   alignas(64) float scores[R][KEYS];
   alignas(64) T probs[R][KEYS];
   for (int b = 0; b < KEYS / BLOCK; b++) {
@@ -136,10 +135,10 @@ void prefill_tile(const PrefillScratch<T>& s, const T* q, int64_t row, const int
 // Virtual rows [first_row, first_row + rows) of a sequence: q [rows][D] of one kv head. Virtual row i belongs to token
 // i / group of the sequence's rows and sees keys 0 .. offset + i / group.
 // write(virtual row, its out [D], factor) receives each finished row; out * factor is the result.
-template <class T, int DIM, class Write>
+template <class T, class Write>
 void prefill_rows(const Pages<T>& k, const Pages<T>& v, const T* q, int64_t first_row, int64_t rows, int64_t group,
                   int64_t offset, float scale, float* memory, const Write& write) {
-  const int64_t head_dim = DIM ? DIM : k.head_dim;
+  const int64_t head_dim = k.head_dim;
   PrefillScratch<T> s(memory, head_dim);
   for (int64_t i = 0; i < rows * s.columns; i++) s.out[i] = 0;
   for (int64_t i = 0; i < rows * W; i++) s.total[i] = 0;
@@ -154,7 +153,7 @@ void prefill_rows(const Pages<T>& k, const Pages<T>& v, const T* q, int64_t firs
       const int n = next_rows(rows - row);
       if (seen[row + n - 1] > key)
         with_rows(n, [&](auto r) {
-          prefill_tile<T, decltype(r)::value, DIM>(s, q + row * head_dim, row, seen + row, key, head_dim, scale);
+          prefill_tile<T, decltype(r)::value>(s, q + row * head_dim, row, seen + row, key, head_dim, scale);
         });
       row += n;
     }
