@@ -45,7 +45,7 @@ def resolve_checkpoint(spec: str | Path, log: Callable[[str], None] = print) -> 
     text = str(spec)
     kind, colon, rest = text.partition(":")
     if colon and kind == "package":
-        return convert_gguf(_gguf_of_package(rest), log)
+        return convert_gguf(gguf_of_package(rest), log)
     if colon and kind == "modelscope":
         return _modelscope(rest, log)
     path = Path(text).expanduser()
@@ -108,7 +108,8 @@ def _convert_tokenizer(path: Path, folder: Path) -> None:
         file.chmod(0o644)
 
 
-def _gguf_of_package(name: str) -> Path:
+def gguf_of_package(name: str) -> Path:
+    """The one GGUF file among the files of an installed package; CheckpointError where there is not exactly one."""
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:
