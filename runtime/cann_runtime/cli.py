@@ -80,6 +80,14 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--node-rank", type=int, metavar="N", help="this host's number, where there are several")
     where.add_argument("--master-addr", metavar="ADDR", help="address of host 0, where there are several")
     where.add_argument("--master-port", type=_positive, metavar="PORT", help="port of host 0, where there are several")
+    proof = parser.add_argument_group("proof without a device")
+    proof.add_argument("--executor", choices=("reference",), help="reference: interpret Ascend graphs on this CPU, slowly")
+    proof.add_argument(
+        "--precision",
+        choices=("exact", "exact64", "npu"),
+        default="exact",
+        help="of the reference: float32 (default) or float64 throughout, or the device's dtypes and roundings",
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -138,7 +146,7 @@ def _run(args: argparse.Namespace, command: list[str]) -> int:
         master_addr=args.master_addr,
         master_port=args.master_port,
     )
-    if artifact.manifest.target.kind == "ascend":
+    if artifact.manifest.target.kind == "ascend" and args.executor is None:
         from cann_runtime.executor.ge.host import check_host, read_host
 
         check_host(artifact.manifest, read_host(launch.local_rank))
@@ -198,9 +206,10 @@ def _serve(
         compile_graphs(artifact, rank=launch.rank, blocks=blocks if comm is None else comm.smallest(blocks))
         return
     failure: CannError | None = None
+    reference = args.precision if args.executor == "reference" else None
     try:
-        executor = load_rank(artifact, args.checkpoint, launch.rank)
-        blocks = kv_budget(artifact, launch.local_size, args.kv_memory)
+        executor = load_rank(artifact, args.checkpoint, launch.rank, reference)
+        blocks = kv_budget(artifact, launch.local_size, args.kv_memory, reference is not None)
     except CannError as error:
         failure = error
     if comm is not None:

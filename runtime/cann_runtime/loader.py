@@ -77,12 +77,18 @@ def free_host_memory(local_ranks: int) -> int:
     return available // local_ranks
 
 
-def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int) -> Executor:
+def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int, reference: str | None = None) -> Executor:
     """The executor of one rank with its weights in place; its KV cache is not allocated yet.
+
+    reference: interpret an Ascend artifact's graphs on this CPU, in that precision (executor.reference.precision.MODES).
 
     ArtifactError and CheckpointError as the files deserve; the host is checked before weights are read.
     """
     params = rank_params(artifact, checkpoint, rank)
+    if reference is not None:
+        from cann_runtime.executor.reference.executor import ReferenceExecutor
+
+        return ReferenceExecutor(artifact, params, rank=rank, precision=reference)
     if artifact.manifest.target.kind == "ascend":
         from cann_runtime.executor.npu import NpuExecutor
 
@@ -101,9 +107,11 @@ def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int) -> Executo
     return cpu
 
 
-def kv_budget(artifact: Artifact, local_ranks: int, kv_bytes: int | None) -> int:
+def kv_budget(artifact: Artifact, local_ranks: int, kv_bytes: int | None, reference: bool = False) -> int:
     """kv_blocks for this host. On an NPU of its whole memory, not what is free: the count is compiled into the graphs,
-    so it must be the same at every start."""
+    so it must be the same at every start. The reference executor may hold a cache in a format four times as wide."""
+    if reference:
+        return kv_blocks(artifact.manifest, free_host_memory(local_ranks) // 4, kv_bytes)
     if artifact.manifest.target.kind == "ascend":
         from cann_runtime.executor.ge.host import device_memory
         from cann_runtime.executor.npu import local_device
