@@ -7,7 +7,6 @@ Repeating the graph itself is the lowering's work (`lower/ascend/stamp.py`).
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from cann_runtime.artifact.plan import Param, WeightPlan
 
@@ -15,14 +14,9 @@ _LAYER = re.compile(r"(\blayers\.)(\d+)(\.)")
 SHORT_LAYERS = 3
 
 
-def short_layers(config: dict[str, Any]) -> int | None:
-    """Layers to trace so that all can be repeated from them: 3 where every layer is alike; None: trace all of them."""
-    layers = int(config.get("num_hidden_layers", 0))
-    if layers <= SHORT_LAYERS:
-        return None
-    per_layer = [v for v in config.values() if isinstance(v, list) and len(v) == layers]
-    alike = all(len({repr(x) for x in v}) == 1 for v in per_layer)
-    return SHORT_LAYERS if alike else None
+def short_layers(kinds: list[str]) -> int | None:
+    """Layers to trace from which all can be repeated: 3 where all layers are of one kind; None: trace all of them."""
+    return SHORT_LAYERS if len(kinds) > SHORT_LAYERS and len(set(kinds)) == 1 else None
 
 
 def expand_plan(plan: WeightPlan, traced: int, total: int) -> WeightPlan:

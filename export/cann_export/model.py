@@ -118,8 +118,12 @@ def build_model(config_dict: dict[str, Any], dtype: str, max_seq_len: int, num_l
     config = make_config(config_dict, num_layers)
     cls = causal_lm_class(config)
     config._attn_implementation = ATTENTION_NAME
-    with torch.device("meta"):
-        model = cls(config)
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except Exception as error:  # a class may fail in its own way on a config that lacks what it needs
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        raise UnsupportedModelError(f"{cls.__name__} cannot be made from this config ({what})") from error
     model = model.to(DTYPES[dtype]).eval().requires_grad_(False)
     prefix = next((n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.endswith("layers")), None)
     if prefix is None:
@@ -195,7 +199,10 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: attention of the step over the layer's paged cache, [1, T, N, D]."""
-    assert step is not None
+    if step is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand its keyword arguments to the attention function"
+        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query_1NTD.shape[-1] ** -0.5
@@ -243,8 +250,11 @@ def _swap_rotary(built: BuiltModel, max_seq_len: int) -> None:
                 f"rope_type {rope_type!r} depends on the sequence's length and cannot be exported; known: "
                 f"{', '.join(TRACED_ROPE_TYPES)}"
             )
-        with torch.device("cpu"):
-            real = type(module)(built.config)
+        try:
+            with torch.device("cpu"):
+                real = type(module)(built.config)
+        except (AttributeError, TypeError, KeyError, ValueError) as error:
+            raise UnsupportedModelError(f"{type(module).__name__}: it cannot be made from this config alone") from error
         inv_freq = real.inv_freq.detach().float().clone()
         scaling = float(real.attention_scaling)
         positions = torch.tensor([[0, 1, max_seq_len // 2, max_seq_len - 1]])

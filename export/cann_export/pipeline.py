@@ -23,7 +23,7 @@ from cann_export.model import DTYPES, BuiltModel, build_model, make_config
 from cann_export.package import ArtifactWriter
 from cann_export.progress import Progress
 from cann_export.shard import check_tp, kv_heads_per_rank, shard
-from cann_export.trace import config_head_dim, head_dim, trace
+from cann_export.trace import config_head_dim, head_dim, layer_kinds, trace
 from cann_runtime.artifact.manifest import Bucket, Graph, KVCacheSpec, Manifest, Phase, Target, World
 from cann_runtime.artifact.plan import WeightPlan
 from cann_runtime.recipe import Settings
@@ -90,10 +90,13 @@ def export(settings: Settings, output: Path, checkpoint: Path | None, progress: 
     return Report(manifest, output, clock.seconds, peak)
 
 
-def _built(settings: Settings, layers: int | None) -> tuple[BuiltModel, WeightPlan, dict[str, int]]:
-    built = build_model(settings.config, settings.dtype, settings.max_seq_len, layers)
+def _build(settings: Settings, layers: int | None = None) -> BuiltModel:
+    return build_model(settings.config, settings.dtype, settings.max_seq_len, layers)
+
+
+def _sharded(settings: Settings, built: BuiltModel) -> tuple[WeightPlan, dict[str, int]]:
     expected = expectations(built)
-    return built, shard(built, settings.tp), expected
+    return shard(built, settings.tp), expected
 
 
 def _kv_spec(settings: Settings, built: BuiltModel, layout: Any, scratch: int, layers: int) -> KVCacheSpec:
@@ -120,16 +123,19 @@ def _lower_ascend(
     from cann_export.lower.ascend.toolchain import ensure_toolchain
 
     target = resolve_target(settings.target, settings.cann)
-    size = config_head_dim(settings.config)
+    size = config_head_dim(make_config(settings.config))
     check_block_size(target, settings.block_size, size)
     check_dtypes(target, settings.dtype, settings.kv_dtype)
     flat = layout(size) == "flat"
-    total = int(settings.config["num_hidden_layers"])
-    short = short_layers(settings.config)
     with clock("toolchain"), progress.stage("toolchain"):
         toolchain = ensure_toolchain(progress.log)
     with clock("build"), progress.stage("build"):
-        built, first_plan, expected = _built(settings, short)
+        # All layers are looked at, to see what is unlike the others; then a few are traced where those stand for all.
+        built = _build(settings)
+        total = len(built.layers)
+        if short := short_layers(layer_kinds(built)):
+            built = _build(settings, short)
+        first_plan, expected = _sharded(settings, built)
     buckets = static_buckets(settings, flat)
     graphs: list[Graph] = []
     plan = first_plan
@@ -186,7 +192,8 @@ def _lower_cpu(settings: Settings, world: World, writer: ArtifactWriter, clock: 
 
     phase, bucket = dynamic_bucket(settings)
     with clock("build"), progress.stage("build"):
-        built, plan, expected = _built(settings, None)
+        built = _build(settings)
+        plan, expected = _sharded(settings, built)
     with fake_world(settings.tp, settings.ep, settings.world), tempfile.TemporaryDirectory() as scratch_dir:
         with clock("trace"), progress.stage("trace"):
             program = trace(

@@ -37,7 +37,9 @@ REPLICATED_STYLES = ("replicated_with_grad_allreduce", "sequence_parallel")
 
 
 def head_counts(config: Any) -> tuple[int, int]:
-    """(query heads, kv heads) of a config."""
+    """(query heads, kv heads) of a config. Raises UnsupportedModelError where it does not say."""
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise UnsupportedModelError(f"model_type {config.model_type!r}: its config has no num_attention_heads")
     heads = int(config.num_attention_heads)
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 

@@ -23,32 +23,41 @@ from cann_export.model import BuiltModel, Step
 from cann_export.program import STEP_INPUTS, Program, Slot
 from cann_export.shard import kv_heads_per_rank
 from cann_runtime.artifact.manifest import Bucket, Phase
-from cann_runtime.errors import UnsupportedModelError
+from cann_runtime.errors import CannError, UnsupportedModelError
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 TRACE_BLOCKS = 16  # KV blocks in the example caches; the real number is bound at load
 
 
 def layer_kinds(built: BuiltModel) -> list[str]:
-    """A name for each decoder layer such that layers of equal names have equal graphs (all but parameter names)."""
+    """A name for each decoder layer such that layers of equal names have equal graphs (all but parameter names).
+
+    Compared are the layers' modules, parameters and plain settings (such as whether it has rotary embeddings).
+    """
     kinds = []
     types = getattr(built.config, "layer_types", None)
     for i, layer in enumerate(built.layers):
         shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in layer.named_parameters())
-        body = tuple(type(m).__name__ for m in layer.modules())
+        body = tuple((type(m).__name__, _settings(m)) for m in layer.modules())
         kinds.append(repr((types[i] if types else "", shapes, body)))
     names = {kind: f"kind{n}" for n, kind in enumerate(dict.fromkeys(kinds))}
     return [names[k] for k in kinds]
 
 
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    plain = (bool, int, float, str, type(None))
+    items = ((k, v) for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx")
+    return tuple(sorted(items, key=lambda item: item[0]))
+
+
 def head_dim(built: BuiltModel) -> int:
     """Columns of one attention head."""
-    return config_head_dim(built.config.to_dict())
+    return config_head_dim(built.config)
 
 
-def config_head_dim(config: dict[str, Any]) -> int:
-    """Columns of one attention head, from a config.json."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+def config_head_dim(config: Any) -> int:
+    """Columns of one attention head, from a transformers config."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _examples(
@@ -117,8 +126,10 @@ def trace(
             with torch.device("meta"):
                 args = _examples(built, bucket, tp, block_size, kv_dtype, slot_dtype)
             exported = _export(step, args, None)
-    except (torch._dynamo.exc.UserError, RuntimeError, NotImplementedError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    except CannError:
+        raise
+    except Exception as error:  # whatever the model's own code, or tracing it, may raise
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UnsupportedModelError(f"{type(built.model).__name__}: cannot be traced: {first}") from error
     return _program(built, exported, phase, bucket, dynamic)
 

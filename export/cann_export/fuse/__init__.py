@@ -77,12 +77,15 @@ def fuse(program: Program, plan: WeightPlan, expected: dict[str, int]) -> Progra
     gm = program.gm
     drop_leftovers(gm)
     report: dict[str, int] = {}
-    for name, run in PASSES:
-        report[name] = run(program, plan)
-    flatten_batch(gm)
-    for name, run in LATE_PASSES:
-        report[name] = run(program, plan)
-    simplify_views(gm)
+    try:
+        for name, run in PASSES:
+            report[name] = run(program, plan)
+        flatten_batch(gm)
+        for name, run in LATE_PASSES:
+            report[name] = run(program, plan)
+        simplify_views(gm)
+    except RuntimeError as error:  # torch's own check of a graph, where an unknown structure was edited wrongly
+        raise UnsupportedModelError(f"fusion does not fit this model: {str(error).splitlines()[0]}") from error
     for name, op in COUNTED.items():
         report[name] = sum(is_call(n, op) for n in gm.graph.nodes)
     wrong = [f"{k} matched {report[k]} times, not {n}" for k, n in expected.items() if report[k] != n]
