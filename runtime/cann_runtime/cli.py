@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--master-addr", metavar="ADDR", help="address of host 0, where there are several")
     where.add_argument("--master-port", type=_positive, metavar="PORT", help="port of host 0, where there are several")
     proof = parser.add_argument_group("proof without a device")
-    proof.add_argument("--executor", choices=("reference",), help="reference: interpret Ascend graphs on this CPU, slowly")
+    proof.add_argument("--executor", choices=("reference",), help="interpret Ascend graphs on this CPU, slowly")
     proof.add_argument(
         "--precision",
         choices=("exact", "exact64", "npu"),
@@ -195,7 +195,7 @@ def _serve(
 ) -> None:
     """Load this rank and do its part: rank 0 runs the mode that was asked for, others follow it."""
     from cann_runtime.buckets import Buckets
-    from cann_runtime.loader import kv_budget, load_rank
+    from cann_runtime.loader import kv_budget, load_rank, load_reference
     from cann_runtime.parallel import follow
 
     manifest = artifact.manifest
@@ -206,10 +206,13 @@ def _serve(
         compile_graphs(artifact, rank=launch.rank, blocks=blocks if comm is None else comm.smallest(blocks))
         return
     failure: CannError | None = None
-    reference = args.precision if args.executor == "reference" else None
+    reference = args.executor == "reference"
     try:
-        executor = load_rank(artifact, args.checkpoint, launch.rank, reference)
-        blocks = kv_budget(artifact, launch.local_size, args.kv_memory, reference is not None)
+        if reference:
+            executor = load_reference(artifact, args.checkpoint, launch.rank, args.precision)
+        else:
+            executor = load_rank(artifact, args.checkpoint, launch.rank)
+        blocks = kv_budget(artifact, launch.local_size, args.kv_memory, reference)
     except CannError as error:
         failure = error
     if comm is not None:

@@ -77,18 +77,12 @@ def free_host_memory(local_ranks: int) -> int:
     return available // local_ranks
 
 
-def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int, reference: str | None = None) -> Executor:
+def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int) -> Executor:
     """The executor of one rank with its weights in place; its KV cache is not allocated yet.
-
-    reference: interpret an Ascend artifact's graphs on this CPU, in that precision (executor.reference.precision.MODES).
 
     ArtifactError and CheckpointError as the files deserve; the host is checked before weights are read.
     """
     params = rank_params(artifact, checkpoint, rank)
-    if reference is not None:
-        from cann_runtime.executor.reference.executor import ReferenceExecutor
-
-        return ReferenceExecutor(artifact, params, rank=rank, precision=reference)
     if artifact.manifest.target.kind == "ascend":
         from cann_runtime.executor.npu import NpuExecutor
 
@@ -105,6 +99,13 @@ def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int, reference:
     )
     cpu.load_weights(params)
     return cpu
+
+
+def load_reference(artifact: Artifact, checkpoint: Path | None, rank: int, precision: str) -> Executor:
+    """As load_rank, but an Ascend artifact's graphs are interpreted on this CPU (precision: reference.precision.MODES)."""
+    from cann_runtime.executor.reference.executor import ReferenceExecutor
+
+    return ReferenceExecutor(artifact, rank_params(artifact, checkpoint, rank), rank=rank, precision=precision)
 
 
 def kv_budget(artifact: Artifact, local_ranks: int, kv_bytes: int | None, reference: bool = False) -> int:

@@ -203,7 +203,7 @@ class GlooRank:
             [part.shape[0] * width for part in parts],
             group=process_group,
         )
-        pieces = received.split([size * width for size in incoming])
+        pieces = torch.split(received, [size * width for size in incoming])
         return [piece.clone().view(dtype).view(size, *tail) for piece, size in zip(pieces, incoming)]
 
     def _group(self, group: str) -> tuple[list[int], dist.ProcessGroup | None]:

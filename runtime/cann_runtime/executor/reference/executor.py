@@ -43,7 +43,8 @@ class ReferenceExecutor:
         """params: (name, tensor) of every parameter of this rank's graphs, in the plan's dtypes; others are ignored.
 
         precision: one of precision.MODES. comm: how this rank meets the others; by default alone or over gloo, as the
-        world has it. Raises ArtifactError where the artifact has no GE graphs or a parameter is missing or does not fit.
+        world has it. Raises ArtifactError where the artifact has no GE graphs, or a parameter is missing or does not
+        fit.
         """
         manifest = artifact.manifest
         if manifest.target.kind != "ascend":

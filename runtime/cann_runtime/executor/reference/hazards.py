@@ -83,7 +83,7 @@ def _refuse_races(
                 early, late = sorted((reader, writer), key=lambda op: position[op.name])
                 if not _depends(late, early, by_name, position):
                     raise ArtifactError(
-                        f"{reader.source} reads what {writer.source} writes in place, and no edge says which comes first"
+                        f"{reader.source} reads what {writer.source} writes in place, and no edge orders the two"
                     )
 
 

@@ -1,8 +1,8 @@
 """In which number formats the reference executor computes.
 
-`exact` proves that a graph is the model: every float tensor is held in one wide format, whatever the graph says, so that
-only the order of summation differs. `npu` predicts a device: tensors have the graph's own dtypes, and each op rounds
-where its document says.
+`exact` proves that a graph is the model: every float tensor is held in one wide format, whatever the graph says, so
+that only the order of summation differs. `npu` predicts a device: tensors have the graph's own dtypes, and each op
+rounds where its document says.
 """
 
 from __future__ import annotations

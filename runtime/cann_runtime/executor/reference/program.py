@@ -22,7 +22,7 @@ from cann_runtime.executor.reference.ops import OPS, OpFunction
 from cann_runtime.executor.reference.precision import Precision
 from cann_runtime.executor.reference.prototype import prototypes
 
-Observer = Callable[[Op, tuple[Tensor, ...]], None]
+Observer = Callable[[Op, Sequence[Tensor]], None]
 """Called after each op with its outputs."""
 
 _INPUTS = ("Data", "RefData")
@@ -45,6 +45,11 @@ class _Step:
     own: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     freed: list[Edge] = field(default_factory=list)
+
+    @property
+    def communicates(self) -> bool:
+        """Does the op wait for other ranks?"""
+        return "group" in self.attrs or "group_ep" in self.attrs
 
 
 class Program:
@@ -84,8 +89,8 @@ class Program:
     def run(self, inputs: Sequence[Tensor], comm: Communicator, observe: Observer | None = None) -> list[Tensor]:
         """The graph's outputs. Inputs that the graph writes are written into the tensors given.
 
-        inputs: by Data index, of the shapes in `self.inputs`, of the dtypes that the precision holds those in. Raises ArtifactError where they do not fit, or
-        an op cannot take what it gets.
+        inputs: by Data index, of the shapes in `self.inputs`, of the dtypes that the precision holds those in. Raises
+        ArtifactError where they do not fit, or an op cannot take what it gets.
         """
         self._check(inputs)
         values: dict[Edge, Tensor] = {edge: inputs[index] for edge, index, _ in self._data}
@@ -103,23 +108,23 @@ class Program:
 
     def _run_step(
         self, step: _Step, values: dict[Edge, Tensor], comm: Communicator, observe: Observer | None
-    ) -> tuple[Tensor, ...]:
+    ) -> Sequence[Tensor]:
         inputs = {name: values[edge] if edge is not None else None for name, edge in step.inputs}
         call = Call(step.source, inputs, step.attrs, step.given, self.precision, comm)
         try:
             result = step.function(call)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            if step.communicates:  # the fault may be another rank's; the caller tells it from the error
+                raise
             first = next(iter(str(error).splitlines()), type(error).__name__)
             shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items() if x is not None)
             raise ArtifactError(f"{step.source} cannot take its inputs ({shapes}): {first}") from error
         call.check_used()
-        outputs = result if isinstance(result, tuple) else (result,)
+        outputs = list(result) if isinstance(result, tuple) else [result]
+        if step.kept and max(step.kept) >= len(outputs):
+            raise ArtifactError(f"{step.source} has {len(outputs)} outputs, but output {max(step.kept)} is read")
         for port in step.own:
-            outputs = (
-                *outputs[:port],
-                outputs[port].clone(memory_format=torch.contiguous_format),
-                *outputs[port + 1 :],
-            )
+            outputs[port] = outputs[port].clone(memory_format=torch.contiguous_format)
         if observe is not None:
             observe(step.op, outputs)
         return outputs
@@ -159,15 +164,15 @@ class Program:
         last: dict[Edge, _Step] = {}
         wanted = {edge for edge, _, _ in self._outputs}
         for step in self._steps:
-            for _, edge in step.inputs:
-                if edge is not None and edge not in self._constants:
-                    last[edge] = step
-        for edge, step in last.items():
-            if edge not in wanted:
-                step.freed.append(edge)
-        for edge in wanted | last.keys():
-            if edge.producer in steps:
-                steps[edge.producer].kept.append(edge.port)
+            for _, source in step.inputs:
+                if source is not None and source not in self._constants:
+                    last[source] = step
+        for value, step in last.items():
+            if value not in wanted:
+                step.freed.append(value)
+        for value in wanted | last.keys():
+            if value.producer in steps:
+                steps[value.producer].kept.append(value.port)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if len(inputs) != len(self.inputs):
@@ -183,7 +188,7 @@ class Program:
     def _output(self, value: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         if value.dtype != dtype or not _fits(value.shape, shape):
             raise ArtifactError(
-                f"an output of the GE graph is {value.dtype} {list(value.shape)}, its NetOutput says {dtype} {list(shape)}"
+                f"an output of the GE graph is {value.dtype} {list(value.shape)}, NetOutput says {dtype} {list(shape)}"
             )
         return value
 

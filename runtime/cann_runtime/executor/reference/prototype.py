@@ -37,7 +37,7 @@ class AttrProto:
 
 @dataclass(frozen=True)
 class Prototype:
-    """One op type. inputs: name -> 'required', 'optional' or 'dynamic'; outputs in order (dynamic ones keep their '*')."""
+    """One op type. inputs: name -> 'required', 'optional' or 'dynamic'; dynamic outputs keep their '*'."""
 
     type: str
     inputs: Mapping[str, str]

@@ -34,8 +34,8 @@ def read_message(view: memoryview, fields: Mapping[int, Field], what: str) -> di
     """The values of a message's fields by name, in the order in which they stand in `view`; absent fields are absent.
 
     Values: int and bool as themselves (signed 64 bit), float from float32, bytes and messages as memoryviews into
-    `view`, text as str. `what` names the message in errors. Raises ArtifactError for truncated bytes, unknown fields and
-    fields of another wire type than the table says.
+    `view`, text as str. `what` names the message in errors. Raises ArtifactError for truncated bytes, unknown fields
+    and fields of another wire type than the table says.
     """
     values: dict[str, list[Any]] = {}
     position, end = 0, len(view)

@@ -44,7 +44,7 @@ class Layout:
     def rows(self, x: Tensor, heads: int) -> Tensor:
         """x as [B, S, heads, D], or [T, heads, D] where flat."""
         if self.given == "BSH":
-            return x.unflatten(-1, (heads, -1))
+            return x.reshape(*x.shape[:-1], heads, -1)
         if self.given == "BNSD":
             return x.transpose(1, 2)
         return x.transpose(0, 1) if self.given == "NTD" else x
@@ -89,8 +89,8 @@ class Attention:
 
     query, key and value in `layout`; with a block_table key and value are caches [M, P, G * D], [M, G, P, D] or NZ
     [M, G, D / C, P, C]. query_lens, key_lens int64: per sequence (one value stands for all), but cumulative where the
-    layout is flat; key lengths under a block table are per sequence in any layout. mask: nonzero is masked. bias [B or 1,
-    N, S, keys]. q_rope and k_rope: the rotary parts, laid out as query and key.
+    layout is flat; key lengths under a block table are per sequence in any layout. mask: nonzero is masked. bias: [B or
+    1, N, S, keys]. q_rope and k_rope: the rotary parts, laid out as query and key.
     """
 
     query: Tensor
@@ -234,7 +234,8 @@ def _paged(call: Call, cache: Tensor, blocks_M: Tensor, count: int, a: Attention
         call.refuse(f"block_table names a block outside a cache of {cache.shape[0]} blocks")
     rows = cache[blocks]
     if cache.dim() == 3:
-        rows = rows.flatten(0, 1).unflatten(-1, (a.key_heads, -1))
+        rows = rows.flatten(0, 1)
+        rows = rows.reshape(len(rows), a.key_heads, -1)
     elif cache.dim() == 4:
         rows = rows.transpose(1, 2).flatten(0, 1)
     else:

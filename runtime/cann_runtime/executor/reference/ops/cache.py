@@ -29,7 +29,7 @@ def check_slots(call: Call, slots_T: Tensor, rows: int) -> Tensor:
     used = slots_T[kept]
     if used.numel() and int(used.max()) >= rows:
         call.refuse(f"slot {int(used.max())} is outside a cache of {rows} rows")
-    if used.unique().numel() != used.numel():
+    if len(set(used.tolist())) != used.numel():
         call.refuse("two rows go to the same slot")
     return kept
 
@@ -64,14 +64,14 @@ def kv_rms_norm_rope_cache(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     written into its cache in place; c = kv[..., :Dn] goes to ckv_cache, k = kv[..., Dn:] to k_cache.
 
     cache_mode Norm: caches [batch, 1, rows, D], index [batch, S] the row. PA, PA_BNSD: caches [B, P, 1, D], index
-    [batch * S] the slot. PA_NZ: the same shape, but each block's bytes are [D / C, P, C]. PA_BLK_*: index [batch * pages]
-    the first slot of each page. Negative indices are skipped. An int8 cache takes rint(x * scale), saturated. The last
-    two outputs, k and c, are valid only with is_output_kv.
+    [batch * S] the slot. PA_NZ: the same shape, but each block's bytes are [D / C, P, C]. PA_BLK_*: index
+    [batch * pages] the first slot of each page. Negative indices are skipped. An int8 cache takes rint(x * scale),
+    saturated. The last two outputs, k and c, are valid only with is_output_kv.
     """
     mode = call.text("cache_mode", ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"))
     kv, gamma, cos, sin = call["kv"], call["gamma"], call["cos"], call["sin"]
-    batch, _, length, _ = kv.shape
-    normal, rope = call.wide(kv).split([gamma.shape[0], kv.shape[-1] - gamma.shape[0]], -1)
+    batch = kv.shape[0]
+    normal, rope = torch.split(call.wide(kv), [gamma.shape[0], kv.shape[-1] - gamma.shape[0]], -1)
     c = normal * rstd(normal, 1, call.number("epsilon")) * call.wide(gamma)
     pairs = deinterleave(rope)
     k = pairs * call.wide(cos) + rotate_half(pairs) * call.wide(sin)

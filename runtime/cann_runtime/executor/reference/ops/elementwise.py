@@ -93,11 +93,10 @@ def div(call: Call) -> Tensor:
 @implements(OPS, "FloorMod")
 def floor_mod(call: Call) -> Tensor:
     """Remainder with the sign of x2 (golden); an integer modulo 0 is -1 on the device."""
-    x1, x2 = torch.broadcast_tensors(call["x1"], call["x2"])
+    x1, x2 = call["x1"], call["x2"]
     if x1.is_floating_point() or x2.is_floating_point():
         return _binary(torch.remainder)(call)  # type: ignore[return-value]
-    rest = torch.remainder(x1, torch.where(x2 == 0, torch.ones_like(x2), x2))
-    return torch.where(x2 == 0, torch.full_like(rest, -1), rest)
+    return torch.where(x2 == 0, -1, torch.remainder(x1, torch.where(x2 == 0, 1, x2)))
 
 
 @implements(OPS, "Mod")

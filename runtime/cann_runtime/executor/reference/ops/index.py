@@ -55,7 +55,7 @@ def gather_nd(call: Call) -> Tensor:
 
 @implements(OPS, "IndexByTensor")
 def index_by_tensor(call: Call) -> Tensor:
-    """x[...] with a tensor in each dimension whose bit in indices_mask is 1 and ':' in the others, as torch (REG_OP)."""
+    """x[...] with a tensor in each dimension whose bit in indices_mask is 1, ':' in the others, as torch (REG_OP)."""
     mask, indices = call.integers("indices_mask"), call.many("indices")
     if sum(mask) != len(indices):
         call.refuse(f"{len(indices)} indices for the mask {list(mask)}")

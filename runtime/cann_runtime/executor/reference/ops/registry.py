@@ -1,4 +1,7 @@
-"""How an implementation is put under its op type. Each family has a registry of its own, which `ops/__init__.py` merges."""
+"""How an implementation is put under its op type.
+
+Each family of ops has a registry of its own; `ops/__init__.py` merges them.
+"""
 
 from __future__ import annotations
 

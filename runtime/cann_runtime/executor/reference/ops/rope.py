@@ -82,5 +82,5 @@ def apply_rotary_pos_emb(call: Call) -> tuple[Tensor, Tensor]:
 
 @implements(OPS, "InterleaveRope")
 def interleave_rope(call: Call) -> Tensor:
-    """De-interleave x [B, N, S, 64], then rotate halves; the result stays de-interleaved. cos, sin [B, 1, S or 1, 64]."""
+    """De-interleave x [B, N, S, 64], then rotate halves; the result stays so. cos, sin [B, 1, S or 1, 64]."""
     return rotary(call, deinterleave(call["x"]), call["cos"], call["sin"])

@@ -110,7 +110,7 @@ def _equal_parts(call: Call, dim: int) -> tuple[Tensor, ...]:
     size, parts = call["x"].shape[dim], call.integer("num_split")
     if size % parts:
         call.refuse(f"splits {size} into {parts} parts")
-    return call["x"].split(size // parts, dim)
+    return torch.split(call["x"], size // parts, dim)
 
 
 @implements(OPS, "SplitV")
@@ -118,7 +118,7 @@ def split_v(call: Call) -> tuple[Tensor, ...]:
     """Parts of the sizes size_splits along split_dim; one size may be -1: what is left (REG_OP)."""
     x, sizes, dim = call["x"], call.values("size_splits"), call.value("split_dim")
     rest = x.shape[dim] - sum(size for size in sizes if size >= 0)
-    return x.split([size if size >= 0 else rest for size in sizes], dim)
+    return torch.split(x, [size if size >= 0 else rest for size in sizes], dim)
 
 
 @implements(OPS, "StridedSliceV2")

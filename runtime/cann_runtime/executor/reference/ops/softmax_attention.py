@@ -84,9 +84,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(softmax(q k^T * scale + bias) v [Q, N, E] in q's dtype, log of the softmax's denominator [Q, N] float32).
 
-    Query head n reads key head n * G // N. extra: (q [Q, N, R], k [K, G, R]) whose product is added to q k^T (the rotary
-    part of latent attention). sink: exp(sink) joins the denominator. A query that sees no key gives 0. Scores and softmax
-    are float32; the unnormalised weights are rounded to q's dtype before they meet v; the quotient is rounded once.
+    Query head n reads key head n * G // N. extra: (q [Q, N, R], k [K, G, R]) whose product is added to q k^T (the
+    rotary part of latent attention). sink: exp(sink) joins the denominator. A query that sees no key gives 0. Scores
+    and softmax are float32; the unnormalised weights are rounded to q's dtype before they meet v; the quotient is
+    rounded once.
     """
     heads, key_heads = q_QND.shape[1], k_KGD.shape[1]
     scores_NQK = _scores(call, q_QND, k_KGD)
