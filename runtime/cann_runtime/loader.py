@@ -102,7 +102,7 @@ def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int) -> Executo
 
 
 def load_reference(artifact: Artifact, checkpoint: Path | None, rank: int, precision: str) -> Executor:
-    """As load_rank, but an Ascend artifact's graphs are interpreted on this CPU (precision: reference.precision.MODES)."""
+    """As load_rank, but interpreting an Ascend artifact on this CPU; precision: one of reference.precision.MODES."""
     from cann_runtime.executor.reference.executor import ReferenceExecutor
 
     return ReferenceExecutor(artifact, rank_params(artifact, checkpoint, rank), rank=rank, precision=precision)
