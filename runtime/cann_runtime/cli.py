@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 a rank died; 2 an error that the user can fix; 130 interru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the reference: float32 (default) or float64 throughout, or the device's dtypes and roundings",
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(ranks_started=False)
     return parser
 
 
@@ -100,6 +102,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch_npu is imported by the NPU executor alone; a torch that loads it by itself fails on hosts without CANN.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     logging.basicConfig(level=logging.WARNING, format="cann-run: %(message)s", stream=sys.stderr)
+    code = _guarded(args, command)
+    if args.ranks_started:
+        # Modules that were imported while the ranks ran may hold the process group (torch.distributed.nn.functional has
+        # it as a default argument). Its threads would then abort the interpreter's teardown, so that is left out.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _guarded(args: argparse.Namespace, command: list[str]) -> int:
+    """The run's exit code; errors of the user's become a line."""
     rank = os.environ.get("RANK", "0")
     try:
         return _run(args, command)
@@ -159,6 +174,7 @@ def _run(args: argparse.Namespace, command: list[str]) -> int:
     if launch.rank != 0:
         # Ctrl-C in a terminal reaches every process; rank 0 decides what it means and stops the others.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    args.ranks_started = True
     comm, ranks = connect(launch, command, threads)
     try:
         _serve(args, artifact, params, launch, comm)

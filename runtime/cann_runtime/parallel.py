@@ -259,11 +259,7 @@ class Comm:
         return graph, StepInputs(ids, positions, slots.to(slot_dtype), table_SM, query_lens, kv_lens, rows)
 
     def close(self) -> None:
-        """Leave the groups.
-
-        A group that is still registered lives until the process tears down its statics, and aborts it then: its threads
-        were not joined.
-        """
+        """Leave the groups."""
         for name in _GROUPS:
             _unregister_process_group(GroupName(name))
         dist.destroy_process_group()
