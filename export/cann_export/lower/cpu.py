@@ -185,6 +185,7 @@ class _Lowered(nn.Module):
         super().__init__()
         self.program = program
         self.attentions = _find_attentions(program)
+        self.head = _logits_linear(program)
         self.constants: list[_Constant] = []
         self._params = {
             node: slot.name
@@ -264,7 +265,8 @@ class _Lowered(nn.Module):
             weight = node.args[1]
             assert isinstance(weight, fx.Node)
             packed = self._constant(self._params[weight], packed=True)
-            return torch.ops.cann_cpu.linear(x, packed, bias, tensor_meta(weight).shape[0])
+            op = torch.ops.cann_cpu.linear_f32 if node is self.head else torch.ops.cann_cpu.linear
+            return op(x, packed, bias, tensor_meta(weight).shape[0])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         name = str(node.target)
         if name in _REPLACED:
@@ -330,6 +332,19 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
+_TO_LOGITS = ("aten.view", "aten.reshape", "aten.permute", "_c10d_functional")
+
+
+def _logits_linear(program: Program) -> fx.Node | None:
+    """The linear that gives the logits: from the output back through views and gathers. Its result stays float32."""
+    node: Any = next(n for n in program.gm.graph.nodes if n.op == "output").args[0]
+    while isinstance(node, (tuple, list)):
+        node = node[0]
+    while isinstance(node, fx.Node) and str(node.target).startswith(_TO_LOGITS):
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and _called(node, "atb.linear") else None
+
+
 def _kv_spec(program: Program) -> KVCacheSpec:
     """The stacked cache of all layers; every layer must have the same K, P, D and dtype."""
     shapes = {
@@ -378,7 +393,8 @@ def _signature(program: Program, lowered: _Lowered, spec: KVCacheSpec) -> Signat
     for name, node in zip(("logits", "hidden"), [n for n in result if n is not None]):
         meta = tensor_meta(node)
         shape = [-1, *map(int, meta.shape[1:])]
-        outputs.append(TensorRef(name=name, kind="output", dtype=str(meta.dtype).removeprefix("torch."), shape=shape))
+        dtype = torch.float32 if name == "logits" and lowered.head is not None else meta.dtype
+        outputs.append(TensorRef(name=name, kind="output", dtype=str(dtype).removeprefix("torch."), shape=shape))
     return Signature(inputs=inputs, outputs=outputs, in_place=[len(inputs) - 1])
 
 

@@ -34,6 +34,9 @@ def _c_functions() -> dict[Any, list[str]]:
         ops.linear.default: [
             f"AOTITorchError aoti_torch_cpu_linear({_HANDLE}, {_HANDLE}, {_HANDLE}*, int64_t, {_HANDLE}*)"
         ],
+        ops.linear_f32.default: [
+            f"AOTITorchError aoti_torch_cpu_linear_f32({_HANDLE}, {_HANDLE}, {_HANDLE}*, int64_t, {_HANDLE}*)"
+        ],
         ops.rope_paged_attention.default: [f"AOTITorchError aoti_torch_cpu_rope_paged_attention({attention})"],
         ops.all_reduce.default: [f"AOTITorchError aoti_torch_cpu_all_reduce({_HANDLE}, const char*, {_HANDLE}*)"],
         ops.all_gather.default: [

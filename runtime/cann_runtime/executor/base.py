@@ -55,5 +55,5 @@ class Executor(Protocol):
         ...
 
     def execute(self, graph: Graph, step: StepInputs) -> Tensor:
-        """Run one step: logits [R, V_padded] in the model's dtype, on the CPU; KV caches are written in place."""
+        """Run one step: logits [R, V_padded] in the model's dtype or float32; KV caches are written in place."""
         ...

@@ -14,9 +14,10 @@ const char* isa();
 constexpr int64_t LINEAR_BLOCK = 32;  // output features of a packed block
 
 // x [m, k] times packed weights [ceil(n / 32)][ceil(k / PAIR)][32][PAIR] plus bias [n] (or null): out [m, n].
-// Accumulates in float32, rounds once; each row's result is the same for every m and number of threads.
-template <class T>
-void linear(const T* x, const T* packed, const T* bias, T* out, int64_t m, int64_t n, int64_t k, int threads);
+// Accumulates in float32, rounds once to the output's type O (T or float); each row's result is the same for every m and
+// number of threads.
+template <class T, class O>
+void linear(const T* x, const T* packed, const T* bias, O* out, int64_t m, int64_t n, int64_t k, int threads);
 
 // One step of attention of one layer. Letters: T tokens, S sequences, N query heads, K kv heads, D head_dim, B blocks,
 // P block_size, M columns of the block table.

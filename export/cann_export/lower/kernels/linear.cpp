@@ -14,8 +14,8 @@ constexpr int64_t PANEL_BYTES = 512 * 1024;
 constexpr int PAIR_ROWS = W == 16 ? RMAX / 2 : 1;  // rows of a tile of two blocks
 constexpr int PREFETCH = 2048;  // bytes ahead in the weight stream
 
-template <class T>
-CANN_INLINE void store_block(const Vec* acc, const T* bias, T* out, int64_t columns) {
+template <class T, class O>
+CANN_INLINE void store_block(const Vec* acc, const T* bias, O* out, int64_t columns) {
   if (columns >= BLOCK) {
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) vstore(out + v * W, bias ? vadd(acc[v], vload(bias + v * W)) : acc[v]);
@@ -26,8 +26,8 @@ CANN_INLINE void store_block(const Vec* acc, const T* bias, T* out, int64_t colu
   for (int64_t c = 0; c < columns; c++) from_float(out + c, bias ? values[c] + to_float(bias[c]) : values[c]);
 }
 
-template <class T, int R, int NB>
-void rows_times_blocks(const T* x, const T* w, const T* bias, T* out, int64_t n, int64_t k, int64_t columns) {
+template <class T, class O, int R, int NB>
+void rows_times_blocks(const T* x, const T* w, const T* bias, O* out, int64_t n, int64_t k, int64_t columns) {
   constexpr int P = Mac<T>::PAIR;
   const int64_t wstride = (k + P - 1) / P * P * BLOCK;
   Vec acc[R][NB * NV];
@@ -57,8 +57,8 @@ const char* isa() {
 #endif
 }
 
-template <class T>
-void linear(const T* x, const T* packed, const T* bias, T* out, int64_t m, int64_t n, int64_t k, int threads) {
+template <class T, class O>
+void linear(const T* x, const T* packed, const T* bias, O* out, int64_t m, int64_t n, int64_t k, int threads) {
   constexpr int P = Mac<T>::PAIR;
   const int64_t blocks = (n + BLOCK - 1) / BLOCK, block_size = (k + P - 1) / P * P * BLOCK;
   int64_t panel = PANEL_BYTES / std::max<int64_t>(1, k * static_cast<int64_t>(sizeof(T)));
@@ -79,14 +79,14 @@ void linear(const T* x, const T* packed, const T* bias, T* out, int64_t m, int64
       for (int64_t row = row0; row < row1;) {
         const int rows = two ? static_cast<int>(std::min<int64_t>(PAIR_ROWS, row1 - row)) : next_rows(row1 - row);
         const T* x_row = x + row * k;
-        T* y = out + row * n + b * BLOCK;
+        O* y = out + row * n + b * BLOCK;
         if (two)
           with_rows<PAIR_ROWS>(rows, [&](auto r) {
-            rows_times_blocks<T, decltype(r)::value, 2>(x_row, w, bias_b, y, n, k, n - b * BLOCK);
+            rows_times_blocks<T, O, decltype(r)::value, 2>(x_row, w, bias_b, y, n, k, n - b * BLOCK);
           });
         else
           with_rows(rows, [&](auto r) {
-            rows_times_blocks<T, decltype(r)::value, 1>(x_row, w, bias_b, y, n, k, n - b * BLOCK);
+            rows_times_blocks<T, O, decltype(r)::value, 1>(x_row, w, bias_b, y, n, k, n - b * BLOCK);
           });
         row += rows;
       }
@@ -95,7 +95,8 @@ void linear(const T* x, const T* packed, const T* bias, T* out, int64_t m, int64
   }
 }
 
-template void linear<float>(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int);
-template void linear<bf16>(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int);
+template void linear(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int);
+template void linear(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int);
+template void linear(const bf16*, const bf16*, const bf16*, float*, int64_t, int64_t, int64_t, int);
 
 }  // namespace cann

@@ -45,11 +45,11 @@ Tensor pack_linear_meta(const Tensor& w) {
   return at::empty_symint({(w.sym_size(0) + block - 1) / block, (w.sym_size(1) + pair - 1) / pair, block, pair}, w.options());
 }
 
-Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t n) {
+Tensor linear_to(const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t n, at::ScalarType out_dtype) {
   TORCH_CHECK(x.scalar_type() == w.scalar_type(), "linear: x is ", x.scalar_type(), ", w is ", w.scalar_type());
   if (!kernel_dtype(x.scalar_type())) {
     calls[1]++;
-    return cann::plain_linear(x, w, bias);
+    return cann::plain_linear(x, w, bias).to(out_dtype);
   }
   const int64_t k = x.size(-1), pair = pair_of(x.scalar_type());
   TORCH_CHECK(w.dim() == 4 && w.is_contiguous() && w.size(0) == (n + LINEAR_BLOCK - 1) / LINEAR_BLOCK &&
@@ -60,18 +60,35 @@ Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, int6
   Tensor rows = x.contiguous();
   auto shape = x.sizes().vec();
   shape.back() = n;
-  Tensor out = at::empty(shape, x.options());
+  Tensor out = at::empty(shape, x.options().dtype(out_dtype));
   if (out.numel() == 0) return out;
   const int64_t m = out.numel() / n;
-  auto call = [&](auto zero) {
-    using T = decltype(zero);
-    cann::linear<T>(data<T>(rows), data<T>(w), bias ? data<T>(*bias) : nullptr, static_cast<T*>(out.mutable_data_ptr()), m, n, k,
-                    at::get_num_threads());
+  auto call = [&](auto in, auto to) {
+    using T = decltype(in);
+    using O = decltype(to);
+    cann::linear<T, O>(data<T>(rows), data<T>(w), bias ? data<T>(*bias) : nullptr, static_cast<O*>(out.mutable_data_ptr()), m, n,
+                       k, at::get_num_threads());
   };
-  if (x.scalar_type() == at::kFloat) call(float{});
-  else call(cann::bf16{});
+  if (x.scalar_type() == at::kFloat) call(float{}, float{});
+  else if (out_dtype == at::kFloat) call(cann::bf16{}, float{});
+  else call(cann::bf16{}, cann::bf16{});
   calls[0]++;
   return out;
+}
+
+Tensor linear(const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t n) {
+  return linear_to(x, w, bias, n, x.scalar_type());
+}
+
+// Logits: as they were accumulated, without the rounding that would make ties of near-equal ones.
+Tensor linear_f32(const Tensor& x, const Tensor& w, const OptionalTensor& bias, int64_t n) {
+  return linear_to(x, w, bias, n, at::kFloat);
+}
+
+Tensor linear_f32_meta(const Tensor& x, const Tensor&, const OptionalTensor&, c10::SymInt n) {
+  auto shape = x.sym_sizes().vec();
+  shape.back() = n;
+  return at::empty_symint(shape, x.options().dtype(at::kFloat));
 }
 
 Tensor linear_meta(const Tensor& x, const Tensor&, const OptionalTensor&, c10::SymInt n) {
@@ -161,6 +178,7 @@ std::string isa() { return cann::isa(); }
 TORCH_LIBRARY(cann_cpu, m) {
   m.def("pack_linear(Tensor w) -> Tensor");
   m.def("linear(Tensor x, Tensor w_packed, Tensor? bias, SymInt n) -> Tensor");
+  m.def("linear_f32(Tensor x, Tensor w_packed, Tensor? bias, SymInt n) -> Tensor");
   m.def(
       "rope_paged_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) cache, int layer, Tensor slots, "
       "Tensor block_table, Tensor query_lens, Tensor kv_lens, float scale) -> Tensor");
@@ -173,12 +191,14 @@ TORCH_LIBRARY(cann_cpu, m) {
 TORCH_LIBRARY_IMPL(cann_cpu, CPU, m) {
   m.impl("pack_linear", pack_linear);
   m.impl("linear", linear);
+  m.impl("linear_f32", linear_f32);
   m.impl("rope_paged_attention", rope_paged_attention);
 }
 
 TORCH_LIBRARY_IMPL(cann_cpu, Meta, m) {
   m.impl("pack_linear", pack_linear_meta);
   m.impl("linear", linear_meta);
+  m.impl("linear_f32", linear_f32_meta);
   m.impl("rope_paged_attention", rope_paged_attention_meta);
 }
 
@@ -193,6 +213,14 @@ AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle x, AtenTensorHandle w, Ate
                                      AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     *out = torch::aot_inductor::new_tensor_handle(linear(tensor(x), tensor(w), bias ? OptionalTensor(tensor(*bias)) : std::nullopt, n));
+  });
+}
+
+AOTITorchError aoti_torch_cpu_linear_f32(AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias, int64_t n,
+                                         AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = torch::aot_inductor::new_tensor_handle(
+        linear_f32(tensor(x), tensor(w), bias ? OptionalTensor(tensor(*bias)) : std::nullopt, n));
   });
 }
 
