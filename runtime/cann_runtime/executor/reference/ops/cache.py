@@ -84,14 +84,14 @@ def kv_rms_norm_rope_cache(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             rows = (rows * call.wide(scale)).round().clamp(-128, 127)
         elif cache.dtype == torch.int8:
             call.refuse("an int8 cache needs its scale")
-        _write(call, cache, rows.to(cache.dtype)[:, 0], index, mode)
+        write_rows(call, cache, rows.to(cache.dtype)[:, 0], index, mode)
     if call.flag("is_output_kv"):
         return call["k_cache"], call["ckv_cache"], k.to(kv.dtype), c.to(kv.dtype)
     unused = (call.undefined(list(x.shape), kv.dtype) for x in (k, c))
     return call["k_cache"], call["ckv_cache"], next(unused), next(unused)
 
 
-def _write(call: Call, cache: Tensor, rows: Tensor, index: Tensor, mode: str) -> None:
+def write_rows(call: Call, cache: Tensor, rows: Tensor, index: Tensor, mode: str) -> None:
     """rows [batch, S, D] into the cache, whose shape and index are as kv_rms_norm_rope_cache says."""
     batch, length, width = rows.shape
     if mode == "Norm":
