@@ -48,7 +48,7 @@ class Program:
     gm: FX graph; every node has meta['val'] (a FakeTensor or meta tensor), and where it comes from a decoder layer
     meta['layer'] (int) and meta['source'] (module path). Output: a tuple with logits [R, V].
     slots: for each placeholder, in graph order. bucket: its sizes (upper bounds where `dynamic`).
-    num_layers: decoder layers in this graph; `layer_kinds[i]` names the kind of layer i (equal kinds have equal bodies).
+    num_layers: decoder layers in this graph; `layer_kinds[i]` names the kind of layer i (equal kinds, equal bodies).
     """
 
     gm: fx.GraphModule
