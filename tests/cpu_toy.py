@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cann_runtime.ops.atb  # noqa: F401  (registers the ops)
 from cann_export.program import STEP_INPUTS, Program, Slot
@@ -37,6 +38,7 @@ class Config:
     dtype: torch.dtype = torch.float32
     qk_norm: bool = False
     qkv_bias: bool = True
+    rotary: bool = True
     tp: int = 1
 
     @property
@@ -104,7 +106,8 @@ class ToyStep(nn.Module):
             k, v = k.view(-1, c.kv_heads, c.head_dim), v.view(-1, c.kv_heads, c.head_dim)
             if c.qk_norm:
                 q, k = atb.rms_norm(q, p[name + "q_norm"], 1e-5), atb.rms_norm(k, p[name + "k_norm"], 1e-5)
-            q, k = atb.rotary(q, k, cos, sin)
+            if c.rotary:
+                q, k = atb.rotary(q, k, cos, sin)
             atb.reshape_and_cache(k, v, kv[2 * i], kv[2 * i + 1], slots)
             y = atb.paged_attention(q, kv[2 * i], kv[2 * i + 1], table, query_lens, kv_lens, c.scale)
             x = self._reduce(atb.linear(y.reshape(-1, c.heads * c.head_dim), p[name + "o"]))
@@ -121,8 +124,8 @@ def caches(c: Config, blocks: int) -> list[Tensor]:
 
 def program(c: Config) -> Program:
     """The toy as a dynamic Program, in torch.export's training IR."""
-    with torch.device("meta"):
-        shapes = {name: torch.empty_like(value) for name, value in parameters(c).items()}
+    with FakeTensorMode():
+        shapes = parameters(c)
     fakes = [torch.empty(value.shape, dtype=value.dtype) for value in shapes.values()]
     step = [torch.zeros(size, dtype=torch.int64) for size in ((15,), (15,), (15,), (3, 7), (3,), (3,), (5,))]
     step[2], step[3] = step[2].int(), step[3].int()
