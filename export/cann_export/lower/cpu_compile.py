@@ -49,6 +49,8 @@ def _options(isa: str, out: Path) -> dict[str, Any]:
     return {
         "aot_inductor.package": False,
         "aot_inductor.package_constants_in_so": False,
+        # Small ones (a rank's offset) would be written into the code, and no rank could bind its own.
+        "always_keep_tensor_constants": True,
         "aot_inductor.output_path": str(out),
         "aot_inductor.custom_ops_to_c_shims": _c_functions(),
         # The only option that takes compiler flags, so it carries ours too.
