@@ -24,8 +24,10 @@ from cann_export.package import ArtifactWriter
 from cann_export.progress import Progress
 from cann_export.shard import check_tp, kv_heads_per_rank, shard
 from cann_export.trace import config_head_dim, head_dim, layer_kinds, trace
+from cann_runtime.artifact.checkpoint_reader import CheckpointReader
 from cann_runtime.artifact.manifest import Bucket, Graph, KVCacheSpec, Manifest, Phase, Target, World
 from cann_runtime.artifact.plan import WeightPlan
+from cann_runtime.artifact.weights import check_plan, pack_weights
 from cann_runtime.recipe import Settings
 
 
@@ -79,12 +81,13 @@ def export(settings: Settings, output: Path, checkpoint: Path | None, progress: 
     config = make_config(settings.config)
     check_tp(config, settings.tp)
     world = World(size=settings.world, tp=settings.tp, ep=settings.ep, nnodes=settings.nnodes)
+    reader = CheckpointReader(checkpoint) if checkpoint is not None else None
     with ArtifactWriter(output, log=progress.log) as writer:
         lower = _lower_cpu if settings.is_cpu else _lower_ascend
-        lowered = lower(settings, world, writer, clock, progress)
+        lowered = lower(settings, world, reader, writer, clock, progress)
         with clock("package"), progress.stage("package"):
             manifest = _manifest(settings, config, world, lowered, writer)
-            manifest = _add_checkpoint(manifest, settings, lowered.plan, checkpoint, writer, progress)
+            manifest = _add_checkpoint(manifest, settings, lowered.plan, reader, writer, progress)
             manifest = writer.finish(manifest)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Report(manifest, output, clock.seconds, peak)
@@ -116,7 +119,12 @@ def _add_constants(built: BuiltModel, writer: ArtifactWriter) -> Any:
 
 
 def _lower_ascend(
-    settings: Settings, world: World, writer: ArtifactWriter, clock: _Clock, progress: Progress
+    settings: Settings,
+    world: World,
+    reader: CheckpointReader | None,
+    writer: ArtifactWriter,
+    clock: _Clock,
+    progress: Progress,
 ) -> _Lowered:
     from cann_export.lower.ascend.convert import lower_ascend
     from cann_export.lower.ascend.soc import check_block_size, check_dtypes, layout, resolve_target
@@ -127,8 +135,6 @@ def _lower_ascend(
     check_block_size(target, settings.block_size, size)
     check_dtypes(target, settings.dtype, settings.kv_dtype)
     flat = layout(size) == "flat"
-    with clock("toolchain"), progress.stage("toolchain"):
-        toolchain = ensure_toolchain(progress.log)
     with clock("build"), progress.stage("build"):
         # All layers are looked at, to see what is unlike the others; then a few are traced where those stand for all.
         built = _build(settings)
@@ -136,6 +142,10 @@ def _lower_ascend(
         if short := short_layers(layer_kinds(built)):
             built = _build(settings, short)
         first_plan, expected = _sharded(settings, built)
+    if reader is not None:
+        check_plan(expand_plan(first_plan, len(built.layers), total), reader)
+    with clock("toolchain"), progress.stage("toolchain"):
+        toolchain = ensure_toolchain(progress.log)
     buckets = static_buckets(settings, flat)
     graphs: list[Graph] = []
     plan = first_plan
@@ -187,13 +197,22 @@ def _lower_ascend(
     )
 
 
-def _lower_cpu(settings: Settings, world: World, writer: ArtifactWriter, clock: _Clock, progress: Progress) -> _Lowered:
+def _lower_cpu(
+    settings: Settings,
+    world: World,
+    reader: CheckpointReader | None,
+    writer: ArtifactWriter,
+    clock: _Clock,
+    progress: Progress,
+) -> _Lowered:
     from cann_export.lower.cpu import lower_cpu
 
     phase, bucket = dynamic_bucket(settings)
     with clock("build"), progress.stage("build"):
         built = _build(settings)
         plan, expected = _sharded(settings, built)
+    if reader is not None:
+        check_plan(plan, reader)
     with fake_world(settings.tp, settings.ep, settings.world), tempfile.TemporaryDirectory() as scratch_dir:
         with clock("trace"), progress.stage("trace"):
             program = trace(
@@ -278,22 +297,18 @@ def _add_checkpoint(
     manifest: Manifest,
     settings: Settings,
     plan: WeightPlan,
-    checkpoint: Path | None,
+    reader: CheckpointReader | None,
     writer: ArtifactWriter,
     progress: Progress,
 ) -> Manifest:
     """Tokenizer files, and the packed weights of every rank where asked, from the checkpoint."""
-    if checkpoint is None:
+    if reader is None:
         return manifest
     from safetensors.torch import load
 
     from cann_export.checkpoint import tokenizer_files
-    from cann_runtime.artifact.checkpoint_reader import CheckpointReader
-    from cann_runtime.artifact.weights import check_plan, pack_weights
 
-    reader = CheckpointReader(checkpoint)
-    check_plan(plan, reader)
-    update: dict[str, Any] = {"tokenizer": writer.add_tokenizer(tokenizer_files(checkpoint))}
+    update: dict[str, Any] = {"tokenizer": writer.add_tokenizer(tokenizer_files(reader.path))}
     if settings.pack_weights:
         assert manifest.constants is not None
         constants = load(writer.object_bytes(manifest.constants.sha256))

@@ -80,14 +80,16 @@ def plan_launch(
         )
     local_size = world.size // world.nnodes
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        size = int(environ["WORLD_SIZE"])
+        size = _number(environ, "WORLD_SIZE", world.size)
         if size != world.size:
             raise ArtifactError(f"WORLD_SIZE is {size}, but the artifact was exported for {world.size} ranks")
-        rank = int(environ["RANK"])
-        local = int(environ.get("LOCAL_RANK", rank % local_size))
-        local_size = int(environ.get("LOCAL_WORLD_SIZE", local_size))
+        rank = _number(environ, "RANK", 0)
+        if rank >= size:
+            raise ArtifactError(f"RANK is {rank}, but the artifact was exported for ranks 0 to {size - 1}")
+        local = _number(environ, "LOCAL_RANK", rank % local_size)
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", local_size)
         address = environ.get("MASTER_ADDR", LOOPBACK)
-        return Launch(rank, size, local, local_size, address, int(environ.get("MASTER_PORT", "29500")), managed=True)
+        return Launch(rank, size, local, local_size, address, _number(environ, "MASTER_PORT", 29500), managed=True)
     if world.nnodes == 1:
         return Launch(0, world.size, 0, local_size, LOOPBACK, 0, managed=False)
     if node_rank is None or master_addr is None or master_port is None:
@@ -97,6 +99,13 @@ def plan_launch(
     if not 0 <= node_rank < world.nnodes:
         raise ArtifactError(f"--node-rank is {node_rank}: the artifact has nodes 0 to {world.nnodes - 1}")
     return Launch(node_rank * local_size, world.size, 0, local_size, master_addr, master_port, managed=False)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ArtifactError(f"the environment variable {name} is {text!r}, which is not a whole number")
+    return int(text)
 
 
 def threads_per_rank(launch: Launch, asked: int | None) -> int | None:
