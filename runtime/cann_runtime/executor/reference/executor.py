@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cann_runtime.artifact.manifest import Graph, Signature, TensorRef
 from cann_runtime.artifact.store import Artifact
+from cann_runtime.artifact.weights import rope_table
 from cann_runtime.errors import ArtifactError
 from cann_runtime.executor.base import StepInputs
 from cann_runtime.executor.reference.bind import bind_rank
@@ -23,6 +24,9 @@ from cann_runtime.executor.reference.program import Observer, Program
 
 _STEP_NAMES = tuple(field.name.rpartition("_")[0] for field in fields(StepInputs))
 """Names of the step inputs in signatures, in the order of StepInputs.tensors()."""
+
+Programs = dict[tuple[str, str, int], Program]
+"""Executable graphs by object, signature and ep rank."""
 
 
 class ReferenceExecutor:
@@ -39,12 +43,13 @@ class ReferenceExecutor:
         rank: int = 0,
         precision: str = "exact",
         comm: Communicator | None = None,
+        programs: Programs | None = None,
     ) -> None:
         """params: (name, tensor) of every parameter of this rank's graphs, in the plan's dtypes; others are ignored.
 
         precision: one of precision.MODES. comm: how this rank meets the others; by default alone or over gloo, as the
-        world has it. Raises ArtifactError where the artifact has no GE graphs, or a parameter is missing or does not
-        fit.
+        world has it. programs: where to look for and keep executable graphs; ranks in one process may share it. Raises
+        ArtifactError where the artifact has no GE graphs, or a parameter is missing or does not fit.
         """
         manifest = artifact.manifest
         if manifest.target.kind != "ascend":
@@ -62,7 +67,7 @@ class ReferenceExecutor:
         if not mine:
             raise ArtifactError(f"{artifact.path} has no graphs for rank {rank} of {manifest.world.size}")
         self._signatures = {graph.signature: artifact.signature(graph.signature) for graph in mine}
-        self._programs: dict[tuple[str, str], Program] = {}
+        self._programs: Programs = {} if programs is None else programs
         self._params = self._load(params)
 
     def allocate_kv(self, num_blocks: int) -> None:
@@ -88,7 +93,7 @@ class ReferenceExecutor:
 
     def _program(self, graph: Graph, signature: Signature) -> Program:
         """The graph's program, made when it is first used."""
-        key = (graph.object, graph.signature)
+        key = (graph.object, graph.signature, self._ep_rank)
         if key not in self._programs:
             if graph.format != "ge-modeldef":
                 raise ArtifactError(f"graph {graph.object} has format {graph.format}, not ge-modeldef")
@@ -103,6 +108,7 @@ class ReferenceExecutor:
         for signature in self._signatures.values():
             wanted |= {ref.name: ref for ref in signature.inputs if ref.kind == "param"}
         loaded: dict[str, Tensor] = {}
+        exact = {} if self.precision.rounds else self._exact_tables()
         shared: dict[int, tuple[Tensor, Tensor]] = {}  # tied parameters are one tensor, before and after the cast
         for name, tensor in params:
             ref = wanted.get(name)
@@ -112,6 +118,9 @@ class ReferenceExecutor:
                 raise ArtifactError(
                     f"parameter {name} is {tensor.dtype} {list(tensor.shape)}, the graphs take {ref.dtype} {ref.shape}"
                 )
+            if name in exact:
+                loaded[name] = exact[name]
+                continue
             if id(tensor) not in shared:
                 shared[id(tensor)] = (tensor, tensor.to(self.precision.held(tensor.dtype)))
             loaded[name] = shared[id(tensor)][1]
@@ -119,6 +128,15 @@ class ReferenceExecutor:
         if missing:
             raise ArtifactError(f"{len(missing)} parameters of the graphs were not given: {', '.join(missing[:5])}")
         return loaded
+
+    def _exact_tables(self) -> dict[str, Tensor]:
+        """The rotary tables without the rounding to the plan's dtype: it is the device's, not the model's."""
+        constants, tables = self._artifact.constants(), {}
+        for name, param in self._artifact.plan().params.items():
+            if param.kind in ("rope_cos", "rope_sin") and param.constant in constants:
+                table = rope_table(param.model_copy(update={"dtype": "float32"}), constants[param.constant])
+                tables[name] = table.to(self.precision.compute)
+        return tables
 
 
 def _check_signature(program: Program, signature: Signature, name: str) -> None:

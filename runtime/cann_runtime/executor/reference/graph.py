@@ -30,7 +30,9 @@ Value = int | float | bool | str | tuple[Any, ...] | ConstTensor
 @dataclass(frozen=True)
 class Attr:
     """An attribute. kind is the field that holds it: i, f, b, s, dt, t; list_i, list_f, list_b, list_s, list_dt;
-    list_list_int, list_list_float; 'list' for an empty list, which has no element type."""
+    list_list_int, list_list_float; 'list' for an empty list, which has no element type; 'list_mixed' for one with
+    elements of several types (the values type by type); 'none' for no value: TorchAir leaves such behind where it looked
+    whether an attribute is there."""
 
     kind: str
     value: Value
@@ -188,7 +190,7 @@ def _attrs(fields: Mapping[str, list[Any]], what: str) -> dict[str, Attr]:
 def _attr(view: memoryview, what: str) -> Attr:
     fields = read_message(view, _ATTR, what)
     if not fields:
-        raise ArtifactError(f"{what} has no value")
+        return Attr("none", ())
     kind, values = next(reversed(fields.items()))
     value = values[-1]
     if kind == "s":
@@ -208,10 +210,11 @@ def _attr(view: memoryview, what: str) -> Attr:
 
 def _list(view: memoryview, what: str) -> Attr:
     fields = read_message(view, _LIST, what)
-    if len(fields) > 1:
-        raise ArtifactError(f"{what} is damaged: a list with elements of several types")
-    for kind, values in fields.items():
-        return Attr(f"list_{kind}", tuple(_text(v, what) for v in values) if kind == "s" else tuple(values))
+    lists = {kind: tuple(_text(v, what) for v in vs) if kind == "s" else tuple(vs) for kind, vs in fields.items()}
+    if len(lists) > 1:
+        return Attr("list_mixed", tuple(lists.values()))
+    for kind, values in lists.items():
+        return Attr(f"list_{kind}", values)
     return Attr("list", ())
 
 

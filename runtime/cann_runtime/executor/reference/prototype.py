@@ -26,6 +26,9 @@ _KINDS = {
 }
 """Attribute type in the table -> the AttrDef fields that hold such a value."""
 
+_LAYOUT_NOTES = ("input_layout_info", "output_layout_info")
+"""Where TorchAir notes in which layout an op's data stands (NCHW ...), for the descriptors that it writes from it."""
+
 
 @dataclass(frozen=True)
 class AttrProto:
@@ -65,11 +68,11 @@ class Prototype:
     def attributes(self, op: Op) -> dict[str, Value]:
         """All attributes of an op by name, defaults filled in. ArtifactError for unknown or ill-typed ones.
 
-        Names that begin with an underscore are TorchAir's bookkeeping: no op reads them.
+        TorchAir's bookkeeping is left out, which no op reads: names that begin with an underscore, and layout notes.
         """
         values: dict[str, Value] = {}
         for name, attr in op.attrs.items():
-            if name.startswith("_"):
+            if name.startswith("_") or name in _LAYOUT_NOTES:
                 continue
             proto = self.attrs.get(name)
             if proto is None:

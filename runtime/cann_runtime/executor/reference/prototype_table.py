@@ -53,6 +53,8 @@ Cast x | dst_type:Int | y
 Bitcast x | type:Type keep_dim:Bool=false | y
 ClipByValueV2 x clip_value_min clip_value_max | | y
 Addcmul input_data x1 x2 value | | y
+Lerp start end weight | | y
+IsInf x | | y
 Equal x1 x2 | | y
 NotEqual x1 x2 | | y
 Greater x1 x2 | | y
@@ -125,7 +127,7 @@ ArgMaxV2 x dimension | dtype:Type=9 | y
 ArgMin x dimension | dtype:Type=9 | y
 ArgMaxWithValue x | dimension:Int keep_dims:Bool=false | indice values
 ArgMinWithValue x | dimension:Int keep_dims:Bool=false | indice values
-TopKV2 x k | sorted:Bool=true dim:Int=-1 largest:Bool=true | values indices
+TopKV2 x k | sorted:Bool=true dim:Int=-1 largest:Bool=true sort_policy:Int=1 | values indices
 Sort x | axis:Int=-1 descending:Bool=false stable:Bool=false | y1 y2
 Cumsum x axis | exclusive:Bool=false reverse:Bool=false | y
 SoftmaxV2 x | axes:ListInt=[-1] half_to_float:Bool=false | y

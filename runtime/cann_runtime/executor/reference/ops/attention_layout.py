@@ -144,6 +144,8 @@ def fused_attention(call: Call, a: Attention) -> tuple[Tensor, Tensor]:
     for b, (count, seen) in enumerate(zip(queries, keys)):
         place = slice(row, row + count) if layout.flat else (b, slice(0, count))
         row += count
+        if not count:  # a sequence of padding
+            continue
         if a.block_table is not None:
             k, v, *k_extra = (_paged(call, cache, a.block_table[b], seen, a) for cache in parts)
         elif layout.flat:
@@ -235,7 +237,7 @@ def _paged(call: Call, cache: Tensor, blocks_M: Tensor, count: int, a: Attention
     rows = cache[blocks]
     if cache.dim() == 3:
         rows = rows.flatten(0, 1)
-        rows = rows.reshape(len(rows), a.key_heads, -1)
+        rows = rows.reshape(len(rows), a.key_heads, rows.shape[1] // a.key_heads)
     elif cache.dim() == 4:
         rows = rows.transpose(1, 2).flatten(0, 1)
     else:

@@ -133,10 +133,10 @@ def axpy_v2(call: Call) -> Tensor:
 
 @implements(OPS, "Sxpy")
 def sxpy(call: Call) -> Tensor:
-    """x2 - alpha * x1, alpha 1 where not fed (REG_OP): torch's rsub."""
+    """x1 - alpha * x2, alpha 1 where not fed: TorchAir makes torch's rsub(x2, x1) of it."""
     x1, x2, alpha = call["x1"], call["x2"], call.get("alpha")
-    scaled = widened(x1) if alpha is None else widened(alpha).reshape(()) * widened(x1)
-    return (widened(x2) - scaled).to(torch.promote_types(x1.dtype, x2.dtype))
+    scaled = widened(x2) if alpha is None else widened(alpha).reshape(()) * widened(x2)
+    return (widened(x1) - scaled).to(torch.promote_types(x1.dtype, x2.dtype))
 
 
 @implements(OPS, "Addcmul")
@@ -144,6 +144,13 @@ def addcmul(call: Call) -> Tensor:
     """input_data + value * x1 * x2, value a tensor of one element (REG_OP)."""
     x, value = call["input_data"], widened(call["value"]).reshape(())
     return (widened(x) + value * widened(call["x1"]) * widened(call["x2"])).to(x.dtype)
+
+
+@implements(OPS, "Lerp")
+def lerp(call: Call) -> Tensor:
+    """start + weight * (end - start) (REG_OP)."""
+    start, end, weight = (widened(call[name]) for name in ("start", "end", "weight"))
+    return (start + weight * (end - start)).to(call["start"].dtype)
 
 
 @implements(OPS, "Exp")

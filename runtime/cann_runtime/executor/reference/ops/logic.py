@@ -42,6 +42,7 @@ OPS |= {
     "LogicalNot": lambda call: torch.logical_not(call["x"]),
     "BitwiseAnd": _two(torch.bitwise_and),
     "BitwiseOr": _two(torch.bitwise_or),
+    "IsInf": lambda call: torch.isinf(call["x"]),
     "Invert": lambda call: torch.bitwise_not(call["x"]),
     "RightShift": lambda call: torch.bitwise_right_shift(call["x"], call["y"]),
 }

@@ -121,6 +121,7 @@ def top_k(call: Call) -> tuple[Tensor, Tensor]:
     REG_OP does not say how ties are broken: the lowest index first is an assumption.
     """
     call.ignore("sorted")  # sorted is one of the orders that unsorted allows
+    call.choice("sort_policy", (1,))  # what TorchAir always writes, without a document
     values, places = torch.sort(call["x"], dim=call.integer("dim"), descending=call.flag("largest"), stable=True)
     count = call.value("k")
     dim = call.integer("dim")

@@ -109,8 +109,8 @@ def attend(
     if sink_N is not None:
         total_NQ1 = total_NQ1 + torch.exp(call.wide(sink_N).view(-1, 1, 1) - finite_NQ1)
     rounded = call.wide(weights_NQK.to(q_QND.dtype))
-    grouped = rounded.view(key_heads, -1, rounded.shape[-1])  # [G, N / G * Q, K]
-    sums_NQE = (grouped @ call.wide(v_KGE).transpose(0, 1)).view(heads, len(q_QND), -1)
+    grouped = rounded.view(key_heads, heads // key_heads * len(q_QND), len(k_KGD))  # [G, N / G * Q, K]
+    sums_NQE = (grouped @ call.wide(v_KGE).transpose(0, 1)).view(heads, len(q_QND), v_KGE.shape[-1])
     out_NQE = sums_NQE / torch.where(total_NQ1 > 0, total_NQ1, 1)
     lse_QN = (finite_NQ1 + total_NQ1.log()).squeeze(-1).t()
     return out_NQE.transpose(0, 1).to(q_QND.dtype), lse_QN
@@ -120,4 +120,4 @@ def _scores(call: Call, q_QND: Tensor, k_KGD: Tensor) -> Tensor:
     queries, heads, width = q_QND.shape
     key_heads = k_KGD.shape[1]
     q_GMD = call.wide(q_QND).transpose(0, 1).reshape(key_heads, -1, width)
-    return (q_GMD @ call.wide(k_KGD).permute(1, 2, 0)).view(heads, queries, -1)
+    return (q_GMD @ call.wide(k_KGD).permute(1, 2, 0)).view(heads, queries, len(k_KGD))
