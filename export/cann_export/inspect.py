@@ -47,6 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
         "graphs": [_graph(artifact, graph) for graph in manifest.graphs],
         "layers": _layers(manifest),
         "fusions": manifest.report.get("fusions", {}),
+        "traced_layers": manifest.report.get("traced_layers"),
         "weights": _weights(manifest, artifact.plan()),
         "files": files,
         "bytes": sum(file["bytes"] for file in files),
@@ -150,7 +151,7 @@ def _print(d: dict[str, Any]) -> None:
     inputs = {", ".join(f"{count} {kind}" for kind, count in g["inputs"].items()): None for g in d["graphs"]}
     facts.add_row("graph inputs", "; ".join(inputs))
     if d["fusions"]:
-        facts.add_row("fusions", ", ".join(f"{name} {count}" for name, count in d["fusions"].items()))
+        facts.add_row(f"fusions in {d['traced_layers']} traced layers", ", ".join(f"{name} {count}" for name, count in d["fusions"].items()))
     console.print(facts)
 
     graphs = Table("phase", "tokens", "seqs", "rows", "blocks", "ranks", "size", "object", title="graphs")

@@ -53,6 +53,7 @@ class _Lowered:
     plan: WeightPlan
     target: Target
     fusions: dict[str, int]
+    traced_layers: int
     toolchain: dict[str, str]
     layout: dict[str, Any]
     libraries: list[Any] = field(default_factory=list)
@@ -192,6 +193,7 @@ def _lower_ascend(
         expand_plan(plan, len(built.layers), total),
         target,
         fusions,
+        len(built.layers),
         versions(toolchain.torch_npu),
         described,
     )
@@ -247,7 +249,7 @@ def _lower_cpu(
         "constants": _add_constants(built, writer),
     }
     target = Target(kind="cpu", isa=lowered.isa)
-    return _Lowered([graph], spec, plan, target, program.report, versions(), layout, [kernels])
+    return _Lowered([graph], spec, plan, target, program.report, program.num_layers, versions(), layout, [kernels])
 
 
 def _histogram(program: Any) -> dict[str, Any]:
@@ -288,7 +290,7 @@ def _manifest(settings: Settings, config: Any, world: World, lowered: _Lowered, 
         kv_cache=lowered.kv,
         weight_plan=writer.add_weight_plan(lowered.plan),
         libraries=lowered.libraries,
-        report={"fusions": lowered.fusions},
+        report={"fusions": lowered.fusions, "traced_layers": lowered.traced_layers},
         **lowered.layout,
     )
 
