@@ -6,6 +6,7 @@ number of threads. Making the program is in `cpu.py`.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,11 +15,13 @@ from unittest import mock
 
 import torch
 import torch._inductor
+import torch._inductor.codecache as codecache
 import torch._inductor.cpu_vec_isa as vec_isa
 
 from cann_export.lower.cpu_toolchain import EXTRA_FLAGS, MARCH
 
 _HANDLE = "AtenTensorHandle"
+_PARALLEL_ROWS = 16  # rows from which inductor's own kernels use several threads
 
 # Error messages hold the names of generated sources and of torch's headers, and symbols random numbers: with these, and
 # without symbols, equal programs give equal bytes in any folder. (Prefix maps would do it too, but their text would
@@ -63,6 +66,25 @@ def _options(isa: str, out: Path) -> dict[str, Any]:
     }
 
 
+def _serial_when_small(kernel_code: str) -> str:
+    """The generated elementwise kernels with their parallel loops limited to steps of many rows.
+
+    Their outer loop runs over rows (the first dynamic size, `ks0`). A decode step has a few of them, and waking every
+    thread for each of its hundred small kernels costs more than the kernels do.
+    """
+    functions = re.split(r'(?=^extern "C")', kernel_code, flags=re.MULTILINE)
+    pragma = re.compile(r"#pragma omp parallel$", re.MULTILINE)
+    limited = f"#pragma omp parallel if (ks0 >= {_PARALLEL_ROWS})"
+    return "".join(pragma.sub(limited, f) if "const int64_t ks0" in f else f for f in functions)
+
+
+def _compile_small(graph: Any, wrapper_code: str, kernel_code: str, *args: Any, **kwargs: Any) -> Any:
+    return _compile(graph, wrapper_code, _serial_when_small(kernel_code), *args, **kwargs)
+
+
+_compile = codecache.AotCodeCompiler.compile
+
+
 def compile_graph(exported: torch.export.ExportedProgram, *, isa: str, out: Path) -> Path:
     """Compile to `out` (a .so) for an ISA of cann_runtime.executor.isa.ISAS; returns it."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +94,10 @@ def compile_graph(exported: torch.export.ExportedProgram, *, isa: str, out: Path
     args, kwargs = exported.example_inputs or ((), {})
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "graph.so"
-        with mock.patch.object(vec_isa, "valid_vec_isa_list", return_value=[target]):
+        with (
+            mock.patch.object(vec_isa, "valid_vec_isa_list", return_value=[target]),
+            mock.patch.object(codecache.AotCodeCompiler, "compile", _compile_small),
+        ):
             made = torch._inductor.aot_compile(module, args, kwargs, options=_options(isa, library))
         shutil.copyfile(str(made), out)
     return out

@@ -3,6 +3,7 @@
 // independent tasks over all sequences; nothing about the batch changes the order of operations within a row.
 #include <omp.h>
 
+#include <atomic>
 #include <cmath>
 
 #include "kernels.h"
@@ -12,6 +13,8 @@
 namespace {
 
 constexpr int64_t DECODE_ROWS = 8;
+constexpr int64_t SERIAL_ROWS = 4;         // rotated by one thread: cheaper than a barrier
+constexpr int64_t SERIAL_MULTIPLIES = 200000;  // of queries with keys; below, one thread does the whole layer
 
 // Rotates one head in the half mode: out[i] = x[i] cos[i] - x[i + D/2] sin[i] and its mirror.
 template <class T>
@@ -42,6 +45,7 @@ struct Task {
   int64_t row;    // decode: row of T. prefill: -1
   int64_t keys;   // decode: keys that the row sees
   int64_t part;   // decode: index of the partial result
+  int64_t group;  // decode: index of its row and kv head among all of them
 };
 
 template <class T>
@@ -64,10 +68,11 @@ class Step {
     }
   }
 
-  // Counts (tasks null) or lists the tasks, prefill first, long ones first; returns how many there are.
-  int64_t list(Task* tasks, int64_t* parts) const {
+  // Counts (tasks null) or lists the tasks, prefill first, long ones first; returns how many there are. parts, groups: how
+  // many partial results there are, and how many pairs of row and kv head they belong to.
+  int64_t list(Task* tasks, int64_t* parts, int64_t* groups) const {
     int64_t n = 0;
-    *parts = 0;
+    *parts = *groups = 0;
     for (int pass = 0; pass < 2; pass++) {
       for (int64_t s = 0; s < a_.seqs; s++) {
         const int64_t start = s ? a_.query_ends[s - 1] : 0, rows = a_.query_ends[s] - start;
@@ -76,24 +81,31 @@ class Step {
           const int64_t blocks = (rows * group_ + VIRTUAL_ROWS - 1) / VIRTUAL_ROWS;
           for (int64_t b = blocks - 1; b >= 0; b--)
             for (int64_t h = 0; h < a_.kv_heads; h++, n++)
-              if (tasks) tasks[n] = {s, h, b * VIRTUAL_ROWS, -1, 0, 0};
+              if (tasks) tasks[n] = {s, h, b * VIRTUAL_ROWS, -1, 0, 0, 0};
           continue;
         }
         for (int64_t i = 0; i < rows; i++) {
           const int64_t keys = a_.kv_lens[s] - rows + i + 1;
-          for (int64_t h = 0; h < a_.kv_heads; h++)
+          for (int64_t h = 0; h < a_.kv_heads; h++, (*groups)++)
             for (int64_t key = 0; key < keys; key += CHUNK, n++, (*parts)++)
-              if (tasks) tasks[n] = {s, h, key, start + i, keys, *parts};
+              if (tasks) tasks[n] = {s, h, key, start + i, keys, *parts, *groups};
         }
       }
     }
     return n;
   }
 
+  // Products of query and key elements in the whole step.
+  int64_t multiplies() const {
+    int64_t pairs = 0;
+    for (int64_t s = 0; s < a_.seqs; s++) pairs += (a_.query_ends[s] - (s ? a_.query_ends[s - 1] : 0)) * a_.kv_lens[s];
+    return pairs * a_.heads * a_.head_dim;
+  }
+
   int64_t part_floats() const { return group_ * (a_.head_dim + 2); }
 
   template <int DIM>
-  void run(const Task& task, const T* q, float* parts) const {
+  void run(const Task& task, const T* q, float* parts, std::atomic<int32_t>* done) const {
     static thread_local Scratch scratch;
     const int64_t d = a_.head_dim, stride = a_.kv_heads * a_.block_size * d, head = task.kv_head * a_.block_size * d;
     const int32_t* table = a_.block_table + task.seq * a_.table_width;
@@ -105,6 +117,10 @@ class Step {
       float *high = acc + group_ * d, *total = high + group_;
       decode_group<T, DIM>(group_, q_head + task.row * group_ * d, k, v, task.first,
                            std::min<int64_t>(task.first + CHUNK, task.keys), a_.scale, acc, high, total);
+      // Whoever finishes last joins all parts, always in key order.
+      const int64_t count = (task.keys + CHUNK - 1) / CHUNK;
+      if (done[task.group].fetch_add(1, std::memory_order_acq_rel) == count - 1)
+        merge(task, parts + (task.part - task.first / CHUNK) * part_floats(), count);
       return;
     }
     const int64_t start = task.seq ? a_.query_ends[task.seq - 1] : 0, rows = a_.query_ends[task.seq] - start;
@@ -116,10 +132,9 @@ class Step {
                          });
   }
 
-  // Joins the partial results of the decode row and kv head whose first part is `task`, in key order.
-  void merge(const Task& task, float* parts) const {
-    const int64_t d = a_.head_dim, count = (task.keys + CHUNK - 1) / CHUNK;
-    float* first = parts + task.part * part_floats();
+  // Joins the `count` partial results of the task's row and kv head, which begin at `first`.
+  void merge(const Task& task, float* first, int64_t count) const {
+    const int64_t d = a_.head_dim;
     for (int64_t g = 0; g < group_; g++) {
       float high = -INFINITY, total = 0;
       for (int64_t p = 0; p < count; p++) high = std::max(high, first[p * part_floats() + group_ * d + g]);
@@ -144,24 +159,28 @@ class Step {
 
 template <class T, int DIM>
 void attention(const cann::Attention<T>& a) {
-  static thread_local Scratch q_memory, task_memory, part_memory;
+  static thread_local Scratch q_memory, task_memory, part_memory, done_memory;
   const Step<T> step(a);
-  int64_t parts = 0;
-  const int64_t n = step.list(nullptr, &parts);
+  int64_t parts = 0, groups = 0;
+  const int64_t n = step.list(nullptr, &parts, &groups);
   T* q = q_memory.get<T>(a.tokens * a.heads * a.head_dim);
   Task* tasks = task_memory.get<Task>(n);
   float* partial = part_memory.get<float>(parts * step.part_floats());
-  step.list(tasks, &parts);
-  const int64_t decode = n - parts;  // decode tasks are the last ones
-#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
-  {
-#pragma omp for schedule(static)
+  step.list(tasks, &parts, &groups);
+  auto* done = done_memory.get<std::atomic<int32_t>>(groups);
+  for (int64_t i = 0; i < groups; i++) done[i].store(0, std::memory_order_relaxed);
+  const int threads = step.multiplies() < SERIAL_MULTIPLIES ? 1 : a.threads;
+  const bool few = a.tokens <= SERIAL_ROWS;
+  if (few)
     for (int64_t t = 0; t < a.tokens; t++) step.rope_and_write(t, q);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < n; i++) step.template run<DIM>(tasks[i], q, partial);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    if (!few) {
 #pragma omp for schedule(static)
-    for (int64_t i = decode; i < n; i++)
-      if (tasks[i].first == 0) step.merge(tasks[i], partial);
+      for (int64_t t = 0; t < a.tokens; t++) step.rope_and_write(t, q);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < n; i++) step.template run<DIM>(tasks[i], q, partial, done);
   }
 }
 
