@@ -151,7 +151,8 @@ def _print(d: dict[str, Any]) -> None:
     inputs = {", ".join(f"{count} {kind}" for kind, count in g["inputs"].items()): None for g in d["graphs"]}
     facts.add_row("graph inputs", "; ".join(inputs))
     if d["fusions"]:
-        facts.add_row(f"fusions in {d['traced_layers']} traced layers", ", ".join(f"{name} {count}" for name, count in d["fusions"].items()))
+        fusions = ", ".join(f"{name} {count}" for name, count in d["fusions"].items())
+        facts.add_row(f"fusions in {d['traced_layers']} traced layers", fusions)
     console.print(facts)
 
     graphs = Table("phase", "tokens", "seqs", "rows", "blocks", "ranks", "size", "object", title="graphs")

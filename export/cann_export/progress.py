@@ -85,7 +85,10 @@ def print_report(report: Report, console: Console) -> None:
         kernels = f" ({layer['kernels']} kernels)" if "kernels" in layer else ""
         label = "ops per layer" if len(layers) == 1 else f"ops per layer ({kind})"
         table.add_row(label, f"{layer.get('nodes')}{kernels}: {ops}")
-    table.add_row(f"fusions in {m.report.get('traced_layers')} traced layers", ", ".join(f"{k} {n}" for k, n in m.report.get("fusions", {}).items()))
+    table.add_row(
+        f"fusions in {m.report.get('traced_layers')} traced layers",
+        ", ".join(f"{k} {n}" for k, n in m.report.get("fusions", {}).items()),
+    )
     table.add_row("kv cache", f"{m.kv_cache.bytes_per_block() / m.kv_cache.block_size:.0f} bytes per token and rank")
     if m.weights:
         table.add_row("weights", f"{sum(w.size for w in m.weights.values()) / 1e6:.0f} MB packed")
