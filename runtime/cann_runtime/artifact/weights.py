@@ -15,6 +15,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -183,14 +184,19 @@ def rope_table(param: Param, inv_freq_F: Tensor) -> Tensor:
     return out_PD
 
 
-def pack_weights(
-    plan: WeightPlan, reader: CheckpointReader, rank: int, path: Path, constants: Mapping[str, Tensor]
-) -> StoredFile:
-    """Write all parameters of one tensor-parallel rank as one safetensors file, tensor by tensor.
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each parameter lies in a packed file, known from the plan alone, and equal on all ranks.
 
-    Never more than one parameter in memory; the same checkpoint gives the same bytes. Tensors whose size is a multiple
-    of 64 bytes come first, so that they lie at multiples of 64 in the file. Returns the file's hash and size.
+    head: the file's bytes before the first parameter. places: name -> (offset in the file, bytes), in file order.
     """
+
+    head: bytes
+    places: dict[str, tuple[int, int]]
+
+
+def packed_layout(plan: WeightPlan) -> PackedLayout:
+    """The layout of the file that pack_weights writes."""
     sizes = {name: math.prod(p.shape) * _dtype(p).itemsize for name, p in plan.params.items()}
     # The format allows no holes; sorting by item size keeps the others aligned to their items.
     order = sorted(sizes, key=lambda name: (sizes[name] % _ALIGNMENT != 0, -_dtype(plan.params[name]).itemsize, name))
@@ -201,22 +207,37 @@ def pack_weights(
         span = [offset, offset + sizes[name]]
         header[name] = {"dtype": DTYPE_NAMES[_dtype(param)], "shape": param.shape, "data_offsets": span}
         offset += sizes[name]
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-(8 + len(head)) % _ALIGNMENT)
-    digest = hashlib.sha256()
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    places = {}
+    start = 8 + len(text)
+    for name in order:
+        places[name] = (start, sizes[name])
+        start += sizes[name]
+    return PackedLayout(len(text).to_bytes(8, "little") + text, places)
+
+
+def pack_weights(
+    plan: WeightPlan, reader: CheckpointReader, rank: int, path: Path, constants: Mapping[str, Tensor]
+) -> StoredFile:
+    """Write all parameters of one tensor-parallel rank as one safetensors file, tensor by tensor.
+
+    Never more than one parameter in memory; the same checkpoint gives the same bytes. Tensors whose size is a multiple
+    of 64 bytes come first, so that they lie at multiples of 64 in the file. Returns the file's hash and size.
+    """
+    layout = packed_layout(plan)
+    digest = hashlib.sha256(layout.head)
     with path.open("wb") as file:
-        for chunk in (len(head).to_bytes(8, "little"), head):
-            digest.update(chunk)
-            file.write(chunk)
-        for name, tensor in _stream(plan, order, reader, rank, constants):
+        file.write(layout.head)
+        for name, tensor in _stream(plan, list(layout.places), reader, rank, constants):
             # numpy knows no bfloat16, so the bytes are taken; a scalar has no last dimension to view by.
             data = tensor.reshape(-1).view(torch.uint8).numpy().data
-            if data.nbytes != sizes[name]:
-                raise ArtifactError(f"weight plan: {name} has {data.nbytes} bytes, not {sizes[name]}")
+            if data.nbytes != layout.places[name][1]:
+                raise ArtifactError(f"weight plan: {name} has {data.nbytes} bytes, not {layout.places[name][1]}")
             digest.update(data)
             file.write(data)
             del tensor, data
-    return StoredFile(sha256=digest.hexdigest(), size=8 + len(head) + offset)
+    return StoredFile(sha256=digest.hexdigest(), size=len(layout.head) + sum(n for _, n in layout.places.values()))
 
 
 def stream_packed(path: Path) -> Iterator[tuple[str, Tensor]]:
