@@ -17,14 +17,35 @@ from cann_runtime.artifact.manifest import Bucket, Phase, Target, World
 from cann_runtime.artifact.plan import WeightPlan
 from cann_runtime.recipe import Settings
 
-# Config keys that no forward pass reads: names, training and generation settings, and token ids.
 NOT_GRAPH = {
-    "_name_or_path", "_attn_implementation", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
-    "eos_token_id", "initializer_range", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
-    "task_specific_params",
-    "chunk_size_feed_forward", "is_encoder_decoder", "tokenizer_class", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-}  # fmt: skip
+    "_name_or_path": "where the config came from",
+    "architectures": "a name; the class follows from model_type",
+    "auto_map": "remote code, which is never run",
+    "tokenizer_class": "text side",
+    "transformers_version": "of whoever saved the config; ours is in `toolchain`",
+    "dtype": "the recipe's dtype is what the graph has",
+    "torch_dtype": "the same by its old name",
+    "_attn_implementation": "always our own",
+    "is_encoder_decoder": "follows from the class",
+    "use_cache": "the step graph always has its cache",
+    "output_attentions": "the step graph has one output",
+    "output_hidden_states": "the step graph has one output",
+    "return_dict": "the step graph has one output",
+    "chunk_size_feed_forward": "memory saving of encoders, which computes the same",
+    "bos_token_id": "token ids enter at run time",
+    "eos_token_id": "token ids enter at run time",
+    "pad_token_id": "token ids enter at run time; an embedding's padding row only has no gradient",
+    "attention_dropout": "training",
+    "hidden_dropout": "training",
+    "resid_pdrop": "training",
+    "embd_pdrop": "training",
+    "initializer_range": "training",
+    "id2label": "heads of classifiers",
+    "label2id": "heads of classifiers",
+    "problem_type": "heads of classifiers",
+    "task_specific_params": "settings of generation",
+}
+"""Config keys that cannot change a step graph, and why."""
 
 
 def versions(torch_npu: str | None = None) -> dict[str, str]:

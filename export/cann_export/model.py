@@ -118,6 +118,8 @@ def build_model(config_dict: dict[str, Any], dtype: str, max_seq_len: int, num_l
     config = make_config(config_dict, num_layers)
     cls = causal_lm_class(config)
     config._attn_implementation = ATTENTION_NAME
+    # What the step graph gives is ours to say, whatever the checkpoint's config was saved with.
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with torch.device("meta"):
             model = cls(config)
@@ -125,6 +127,9 @@ def build_model(config_dict: dict[str, Any], dtype: str, max_seq_len: int, num_l
         what = f"{type(error).__name__}: {_first_line(error)}"
         raise UnsupportedModelError(f"{cls.__name__} cannot be made from this config ({what})") from error
     model = model.to(DTYPES[dtype]).eval().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # only training looks at it, but a trace would record it
     prefix = next((n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.endswith("layers")), None)
     if prefix is None:
         raise UnsupportedModelError(f"{cls.__name__}: no list of decoder layers named 'layers'")
