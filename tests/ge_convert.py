@@ -1,7 +1,7 @@
 """Small functions made into GE graphs by TorchAir's own converters, and graphs run by the reference executor.
 
-For tests only: the toolchain must be loaded (`ensure_toolchain`). Caches are written in place where a function ends with
-`aten.copy_` of the functional result into its input.
+For tests only: the toolchain must be loaded (`ensure_toolchain`). Caches are written in place where a function ends
+with `aten.copy_` of the functional result into its input.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Converted:
 def convert(
     function: Callable[..., Any], arguments: Sequence[Tensor], *, family: str = "ascend910b", decompose: bool = True
 ) -> Converted:
-    """Lower `function` for tensors like `arguments`. decompose: with TorchAir's own decomposition table and, for what it
-    has no converter for, torch's."""
+    """Lower `function` for tensors like `arguments`. decompose: with torch's decompositions for what TorchAir has no
+    converter for, besides TorchAir's own table."""
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -29,10 +29,12 @@ Value = int | float | bool | str | tuple[Any, ...] | ConstTensor
 
 @dataclass(frozen=True)
 class Attr:
-    """An attribute. kind is the field that holds it: i, f, b, s, dt, t; list_i, list_f, list_b, list_s, list_dt;
-    list_list_int, list_list_float; 'list' for an empty list, which has no element type; 'list_mixed' for one with
-    elements of several types (the values type by type); 'none' for no value: TorchAir leaves such behind where it looked
-    whether an attribute is there."""
+    """An attribute. kind is the field that holds it: i, f, b, s, dt, t, list_i, list_f, list_b, list_s, list_dt,
+    list_list_int, list_list_float.
+
+    'list' is an empty list, which has no element type; 'list_mixed' one with elements of several types (the values type
+    by type); 'none' has no value: TorchAir leaves such behind where it looked whether an attribute is there.
+    """
 
     kind: str
     value: Value

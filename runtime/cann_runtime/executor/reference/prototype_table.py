@@ -222,7 +222,8 @@ GroupedMatmulFinalizeRouting x w scale? bias? pertoken_scale? group_list? shared
     dtype:Int=0 shared_input_weight:Float=1.0 shared_input_offset:Int=0 transpose_x:Bool=false
     transpose_w:Bool=false output_bs:Int=0 group_list_type:Int=1 tuning_config:ListInt=[] | y
 DynamicQuant x smooth_scales? group_index? | dst_type:Int=2 | y scale
-DynamicQuantV2 x smooth_scales? group_index? | dst_type:Int=2 | y scale offset
+DynamicQuantV2 x smooth_scales? group_index? | dst_type:Int=2 is_symmetrical:Bool=false quant_mode:String="pertoken"
+    dst_type_max:Float=0.0 | y scale offset
 AscendQuantV2 x scale offset? | sqrt_mode:Bool=false round_mode:String="round" dst_type:Int=2 axis:Int=-1 | y
 Quantize x scales zero_points? | dtype:String axis:Int=1 | y
 AscendAntiQuantV2 x scale offset? | dst_type:Int=1 sqrt_mode:Bool=false | y
@@ -230,7 +231,7 @@ TransQuantParamV2 scale offset? | round_mode:Int=0 | y
 QuantBatchMatmulV3 x1 x2 scale offset? bias? pertoken_scale? | dtype:Int transpose_x1:Bool=false
     transpose_x2:Bool=false | y
 WeightQuantBatchMatmulV2 x weight antiquant_scale antiquant_offset? quant_scale? quant_offset? bias? |
-    transpose_x:Bool=false transpose_weight:Bool=false inner_precise:Int=0 | y
+    transpose_x:Bool=false transpose_weight:Bool=false antiquant_group_size:Int=0 dtype:Int=-1 inner_precise:Int=0 | y
 DequantSwigluQuant x weight_scale? activation_scale? bias? quant_scale? quant_offset? group_index? |
     activate_left:Bool=false quant_mode:String="static" dst_type:Int=2 round_mode:String="rint" activate_dim:Int=-1
     swiglu_mode:Int=0 clamp_limit:Float=7.0 glu_alpha:Float=1.702 glu_bias:Float=1.0 | y scale

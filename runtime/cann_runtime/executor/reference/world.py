@@ -1,7 +1,7 @@
 """All ranks of a world in this process: what the verification of sharded graphs runs on.
 
-It is an executor like any other, so that the engine can drive it; each rank is a ReferenceExecutor in a thread of its own
-and they meet at the collectives. One rank per process is `executor.py` with its default communicator.
+It is an executor like any other, so that the engine can drive it; each rank is a ReferenceExecutor in a thread of its
+own, and they meet at the collectives. One rank per process is `executor.py` with its default communicator.
 """
 
 from __future__ import annotations

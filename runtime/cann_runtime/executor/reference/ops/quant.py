@@ -68,8 +68,12 @@ def dynamic_quant(call: Call) -> tuple[Tensor, Tensor]:
 @implements(OPS, "DynamicQuantV2")
 def dynamic_quant_v2(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(int8 y, scale, offset) per row: scale = max((max - min) / 255, 1e-12), offset = 127 - max / scale,
-    y = rint(x / scale + offset)."""
+    y = rint(x / scale + offset). is_symmetrical: as DynamicQuant, offset 0."""
+    call.text("quant_mode", ("pertoken",))
     x = _smoothed(call)
+    if call.flag("is_symmetrical"):
+        y, scale = int8_rows(call, x)
+        return y, scale, torch.zeros_like(scale)
     high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
     scale = ((high - low) / 255.0).clamp(min=1e-12)
     offset = 127.0 - high / scale

@@ -91,9 +91,13 @@ def weight_values(call: Call, weight_KN: Tensor, scale: Tensor, offset: Tensor |
 
 @implements(OPS, "WeightQuantBatchMatmulV2")
 def weight_quant_batch_matmul_v2(call: Call) -> Tensor:
-    """x [M, K] @ dequantised weight [K, N] + bias, accumulated in float32, in x's dtype or, with quant_scale, int8."""
+    """x [M, K] @ dequantised weight [K, N] + bias, accumulated in float32, in x's dtype or, with quant_scale, int8.
+
+    antiquant_group_size: rows of the weight that share a scale; 0 where scales are per channel or tensor.
+    """
     x, weight = call["x"], call["weight"]
     scale, offset = call["antiquant_scale"], call.get("antiquant_offset")
+    call.choice("dtype", (-1,))
     call.ignore("inner_precise")
     if weight.dtype != torch.int8:
         call.refuse(f"the weight is {weight.dtype}; only int8 is supported")
@@ -101,6 +105,10 @@ def weight_quant_batch_matmul_v2(call: Call) -> Tensor:
         weight = weight.t()
         scale = scale.t() if scale.dim() > 1 else scale
         offset = offset.t() if offset is not None and offset.dim() > 1 else offset
+    group = call.integer("antiquant_group_size")
+    grouped = scale.dim() == 2 and scale.shape[0] > 1
+    if grouped != (group > 0) or (grouped and scale.shape[0] * group != weight.shape[0]):
+        call.refuse(f"antiquant_group_size {group} does not fit scales {list(scale.shape)}")
     values = weight_values(call, weight, scale, offset, x.dtype)
     y = call.wide(x.t() if call.flag("transpose_x") else x) @ values
     bias, quant = call.get("bias"), call.get("quant_scale")
