@@ -1,6 +1,6 @@
 """`cann-export`: the offline stage's command line. Arguments in, artifact and report out; errors in one line, exit 2.
 
-`cann-export MODEL` exports; `recipes`, `inspect`, `why`, `compile` and `toolchain install` are subcommands.
+`cann-export MODEL` exports; `recipes`, `inspect`, `why`, `verify`, `compile` and `toolchain install` are subcommands.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ other commands:
   cann-export recipes                       list the recipes that come with the package
   cann-export inspect ARTIFACT [--json]     what is in an artifact
   cann-export why ARTIFACT ARTIFACT         which setting makes two artifacts differ
+  cann-export verify ARTIFACT [--layers N]  prove its graphs on this CPU, rung by rung, against transformers
   cann-export compile ARTIFACT              on a host with CANN: fill the artifact's cache of compiled graphs
   cann-export toolchain install [--wheel F] unpack torch-npu for exporting on hosts without CANN
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; gives the exit code (0 done, 1 artifacts differ, 2 user error)."""
+    """Run the command line; gives the exit code (0 done, 1 artifacts differ or do not verify, 2 user error)."""
     # torch must not go looking for device packages: on a host without CANN that import fails.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     # Notes of libraries to their developers are no messages to our users.
@@ -64,6 +65,7 @@ def _export(argv: list[str]) -> int:
     )
     parser.add_argument("model", help="a recipe's name, a recipe file (.yaml), or a Hugging Face checkpoint folder")
     parser.add_argument("-o", "--output", type=Path, help="artifact folder (default: artifacts/NAME)")
+    parser.add_argument("--verify", action="store_true", help="prove the artifact afterwards (cann-export verify)")
     parser.add_argument("--quiet", action="store_true", help="no progress and no report")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     add_recipe_flags(parser)
@@ -93,6 +95,10 @@ def _export(argv: list[str]) -> int:
     output = args.output or Path("artifacts") / settings.name
     report = export(settings, output, checkpoint, progress)
     print_report(report, progress.console)
+    if args.verify:
+        from cann_export.verify.command import verify_exported
+
+        return verify_exported(output, checkpoint, progress)
     return 0
 
 
@@ -148,6 +154,12 @@ def _why(argv: list[str]) -> int:
     return why(args.a, args.b)
 
 
+def _verify(argv: list[str]) -> int:
+    from cann_export.verify.command import main as verify_main
+
+    return verify_main(argv)
+
+
 def _compile(argv: list[str]) -> int:
     from cann_export.compile import main as compile_main
 
@@ -172,6 +184,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "recipes": _recipes,
     "inspect": _inspect,
     "why": _why,
+    "verify": _verify,
     "compile": _compile,
     "toolchain": _toolchain,
 }

@@ -19,6 +19,7 @@ from cann_export.expand import expand_plan, short_layers
 from cann_export.fakeworld import fake_world
 from cann_export.fingerprint import fingerprint, fingerprint_fields, versions
 from cann_export.fuse import expectations, fuse
+from cann_export.lint import Facts, check
 from cann_export.model import DTYPES, BuiltModel, build_model, make_config
 from cann_export.package import ArtifactWriter
 from cann_export.progress import Progress
@@ -167,6 +168,10 @@ def _lower_ascend(
                 program = fuse(program, plan, expected)
             with clock("lower"):
                 lowered = lower_ascend(program, target=target, layers_total=total)
+            with clock("lint"):
+                kv = _kv_spec(settings, built, "per_layer", 0, total)
+                facts = Facts(str(target.family), phase, bucket, world, kv, settings.dtype, settings.config)
+                check(lowered.model, lowered.signature, facts)
             fusions = program.report
             graphs.append(
                 Graph(

@@ -48,6 +48,18 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+def verify_exported(path: Path, checkpoint: Path | None, progress: Any) -> int:
+    """Verify what was just exported: on its checkpoint where the model fits in memory, else on two seeded layers."""
+    from cann_export.verify.ladder import fits, verify
+    from cann_runtime.artifact.store import Artifact
+
+    artifact = Artifact.open(path)
+    whole = fits(artifact)
+    report = verify(artifact, checkpoint if whole else None, None if whole else 2, progress.log)
+    show(report, progress.console)
+    return 0 if report.ok else 1
+
+
 def as_dict(report: Any) -> dict[str, Any]:
     """The report as plain JSON data."""
     return {

@@ -298,6 +298,16 @@ class Ladder:
                     )
 
 
+def weight_bytes(plan: WeightPlan) -> int:
+    """Bytes of all ranks' parameters in float32."""
+    return 4 * plan.tp * sum(torch.Size(param.shape).numel() for param in plan.params.values())
+
+
+def fits(artifact: Artifact) -> bool:
+    """Can every rung of the whole model be run here?"""
+    return weight_bytes(artifact.plan()) <= _RESIDENT
+
+
 def verify(artifact: Artifact, checkpoint_path: Any, layers: int | None, log: Log) -> Report:
     """Prove an artifact: see the module's text. Raises CannError where it cannot be tried at all.
 
@@ -319,7 +329,7 @@ def verify(artifact: Artifact, checkpoint_path: Any, layers: int | None, log: Lo
         report.notes.append("seeded weights")
     ladder = Ladder(subject, reader, report, log)
     ladder.reference()
-    weights = 4 * sum(torch.Size(p.shape).numel() for p in subject.plan.params.values()) * subject.plan.tp
+    weights = weight_bytes(subject.plan)
     fused = None
     if weights <= _RESIDENT:
         fused = ladder.traces()

@@ -68,7 +68,7 @@ class Script:
     def slots(self) -> Tensor:
         """Every cache slot that a live token was written to, sorted."""
         written = [step.inputs.slot_mapping_T[step.live_L].long() for step in self.steps]
-        return torch.cat(written).unique()
+        return torch.tensor(sorted(set(torch.cat(written).tolist())))
 
 
 def make_script(manifest: Manifest, vocab: int, max_tokens: int, seed: int = 0) -> Script:
