@@ -16,10 +16,12 @@ import torch
 from tiny_models import save_checkpoint, tiny_config, tiny_model
 from torch import Tensor
 
+from cann_export.expand import expand_plan
 from cann_export.fakeworld import fake_world
 from cann_export.fuse import expectations, fuse
 from cann_export.lower.onnx import WEIGHTS_FILE, lower_onnx
 from cann_export.lower.onnx_functions import ATB, COLLECTIVES, OPSET
+from cann_export.lower.onnx_repeat import repeat_layers
 from cann_export.model import build_model
 from cann_export.program import STEP_INPUTS, Program
 from cann_export.shard import shard
@@ -198,6 +200,15 @@ def test_fused_ops_are_functions_and_bytes_repeat() -> None:
     }
     assert {f.name for f in model.functions} == set(calls)
     assert all(n.domain == "" for f in model.functions for n in f.node), "bodies are of standard ops"
+
+
+def test_repeated_layers_give_the_model_that_tracing_all_of_them_gives() -> None:
+    bucket = Bucket(tokens=4, seqs=4, rows=4, max_blocks=4)
+    short, plan, _ = _static(tiny_config("qwen3"), "decode", bucket)
+    whole = _static(tiny_config("qwen3", num_hidden_layers=6), "decode", bucket)
+    repeated = repeat_layers(short, 6)
+    assert short.num_layers == 3
+    assert lower_onnx(repeated, expand_plan(plan, 3, 6)) == lower_onnx(*whole[:2])
 
 
 def test_every_unknown_op_is_named_at_once() -> None:

@@ -142,8 +142,8 @@ class _Writer:
             self._nodes.append(helper.make_node("Identity", [value], [name], name=name))
             outputs.append(self._info(name, val, slot))
         layout = packed_layout(plan)
-        initializers = list(self._constants.values())
-        for node, slot in pairs:
+        initializers = [self._constants[name] for name in sorted(self._constants)]
+        for node, slot in sorted(pairs, key=lambda pair: pair[1].name):
             if slot.kind == "param":
                 initializers.append(_external(slot.name, tensor_meta(node), layout.places[slot.name]))
         shapes = [info for name, info in self._shapes.items() if name not in {s.name for _, s in pairs}]

@@ -3,8 +3,8 @@
 A runtime that knows the domain may put its own kernels in their place; any other inlines the bodies. Written against
 the definitions in cann_runtime.ops.atb; which functions a graph needs is `onnx_nodes.py`'s business.
 
-Shape letters: T tokens, S sequences, Q rows of one sequence, n keys of one sequence, N query heads, K kv heads, G = N / K, D
-head_dim, B blocks, P block_size, M block-table columns, H hidden.
+Shape letters: T tokens, S sequences, Q rows and n keys of one sequence, N query heads, K kv heads, G = N / K,
+D head_dim, B blocks, P block_size, M block-table columns, H hidden.
 """
 
 from __future__ import annotations

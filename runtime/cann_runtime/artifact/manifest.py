@@ -90,7 +90,10 @@ class Signature(_Strict):
 
 
 class Graph(_Strict):
-    """One compiled graph: `object` is the sha256 of its file in objects/, `signature` of its Signature's JSON."""
+    """One compiled graph: `object` is the sha256 of its file in objects/, `signature` of its Signature's JSON.
+
+    `onnx` is that of the same graph as an ONNX model, where asked for at export; the runtime does not read it.
+    """
 
     phase: Phase
     bucket: Bucket
@@ -99,6 +102,7 @@ class Graph(_Strict):
     format: Literal["ge-modeldef", "aoti-so"]
     object: str
     signature: str
+    onnx: str | None = None
     report: dict[str, Any] = {}
 
 

@@ -190,6 +190,8 @@ def unlisted_references(manifest: Manifest) -> list[str]:
     references: list[tuple[str, str]] = []
     for graph in manifest.graphs:
         references += [(f"{graph.phase} graph", graph.object), (f"{graph.phase} signature", graph.signature)]
+        if graph.onnx is not None:
+            references.append((f"{graph.phase} ONNX model", graph.onnx))
     references += [("kernel library", library.sha256) for library in manifest.libraries]
     if manifest.constants is not None:
         references.append(("constants", manifest.constants.sha256))
