@@ -1,6 +1,7 @@
 """`cann-export`: the offline stage's command line. Arguments in, artifact and report out; errors in one line, exit 2.
 
-`cann-export MODEL` exports; `recipes`, `inspect`, `why`, `verify`, `compile` and `toolchain install` are subcommands.
+`cann-export MODEL` exports; `recipes`, `inspect`, `why`, `verify`, `onnx`, `compile` and `toolchain install` are
+subcommands.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ other commands:
   cann-export inspect ARTIFACT [--json]     what is in an artifact
   cann-export why ARTIFACT ARTIFACT         which setting makes two artifacts differ
   cann-export verify ARTIFACT [--layers N]  prove its graphs on this CPU, rung by rung, against transformers
+  cann-export onnx ARTIFACT -o FOLDER       its ONNX models (made with --emit onnx) as files for other tools
   cann-export compile ARTIFACT              on a host with CANN: fill the artifact's cache of compiled graphs
   cann-export toolchain install [--wheel F] unpack torch-npu for exporting on hosts without CANN
 """
@@ -65,6 +67,7 @@ def _export(argv: list[str]) -> int:
     )
     parser.add_argument("model", help="a recipe's name, a recipe file (.yaml), or a Hugging Face checkpoint folder")
     parser.add_argument("-o", "--output", type=Path, help="artifact folder (default: artifacts/NAME)")
+    parser.add_argument("--emit", choices=["onnx"], help="also write every graph in this format (cann-export onnx)")
     parser.add_argument("--verify", action="store_true", help="prove the artifact afterwards (cann-export verify)")
     parser.add_argument("--quiet", action="store_true", help="no progress and no report")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
@@ -79,6 +82,8 @@ def _export(argv: list[str]) -> int:
     checkpoint = None
     if importlib.util.find_spec("transformers") is None:
         raise CannError("exporting needs transformers, which is not installed: pip install 'cann-export[export]'")
+    if args.emit == "onnx":
+        _need_onnx()
 
     from cann_export.pipeline import export
     from cann_export.progress import Progress, print_report
@@ -93,7 +98,7 @@ def _export(argv: list[str]) -> int:
     elif settings.pack_weights:
         raise RecipeError("pack_weights: there is no checkpoint to pack; give --checkpoint, or set pack_weights: false")
     output = args.output or Path("artifacts") / settings.name
-    report = export(settings, output, checkpoint, progress)
+    report = export(settings, output, checkpoint, progress, onnx=args.emit == "onnx")
     print_report(report, progress.console)
     if args.verify:
         from cann_export.verify.command import verify_exported
@@ -160,6 +165,18 @@ def _verify(argv: list[str]) -> int:
     return verify_main(argv)
 
 
+def _need_onnx() -> None:
+    if importlib.util.find_spec("onnx") is None:
+        raise CannError("ONNX models need onnx, which is not installed: pip install 'cann-export[onnx]'")
+
+
+def _onnx(argv: list[str]) -> int:
+    _need_onnx()
+    from cann_export.lower.onnx_folder import main as onnx_main
+
+    return onnx_main(argv)
+
+
 def _compile(argv: list[str]) -> int:
     from cann_export.compile import main as compile_main
 
@@ -185,6 +202,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "inspect": _inspect,
     "why": _why,
     "verify": _verify,
+    "onnx": _onnx,
     "compile": _compile,
     "toolchain": _toolchain,
 }

@@ -22,6 +22,7 @@ from cann_export.fuse import expectations, fuse
 from cann_export.lint import Facts, check
 from cann_export.model import DTYPES, BuiltModel, build_model, make_config
 from cann_export.package import ArtifactWriter
+from cann_export.program import Program
 from cann_export.progress import Progress
 from cann_export.shard import check_tp, kv_heads_per_rank, shard
 from cann_export.trace import config_head_dim, head_dim, layer_kinds, trace
@@ -73,10 +74,13 @@ class _Clock:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
-def export(settings: Settings, output: Path, checkpoint: Path | None, progress: Progress) -> Report:
+def export(
+    settings: Settings, output: Path, checkpoint: Path | None, progress: Progress, *, onnx: bool = False
+) -> Report:
     """Export `settings` to the artifact folder `output`. Nothing is left of an export that fails.
 
     checkpoint: a resolved checkpoint folder; it gives the tokenizer, and with settings.pack_weights the weights.
+    onnx: also write each graph as an ONNX model.
     Raises CannError subclasses, one line each, before anything is written where that can be known.
     """
     clock = _Clock()
@@ -86,7 +90,7 @@ def export(settings: Settings, output: Path, checkpoint: Path | None, progress: 
     reader = CheckpointReader(checkpoint) if checkpoint is not None else None
     with ArtifactWriter(output, log=progress.log) as writer:
         lower = _lower_cpu if settings.is_cpu else _lower_ascend
-        lowered = lower(settings, world, reader, writer, clock, progress)
+        lowered = lower(settings, world, reader, writer, clock, progress, onnx)
         with clock("package"), progress.stage("package"):
             manifest = _manifest(settings, config, world, lowered, writer)
             manifest = _add_checkpoint(manifest, settings, lowered.plan, reader, writer, progress)
@@ -120,6 +124,15 @@ def _add_constants(built: BuiltModel, writer: ArtifactWriter) -> Any:
     return writer.add_constants({f"{name}.inv_freq": rope.inv_freq for name, rope in built.ropes.items()})
 
 
+def _add_onnx(program: Program, plan: WeightPlan, layers: int, writer: ArtifactWriter, clock: _Clock) -> str:
+    from cann_export.lower.onnx import lower_onnx
+    from cann_export.lower.onnx_repeat import repeat_layers
+
+    with clock("onnx"):
+        whole = repeat_layers(program, layers)
+        return writer.add_object(lower_onnx(whole, expand_plan(plan, program.num_layers, layers)), "onnx")
+
+
 def _lower_ascend(
     settings: Settings,
     world: World,
@@ -127,6 +140,7 @@ def _lower_ascend(
     writer: ArtifactWriter,
     clock: _Clock,
     progress: Progress,
+    onnx: bool,
 ) -> _Lowered:
     from cann_export.lower.ascend.convert import lower_ascend
     from cann_export.lower.ascend.soc import check_block_size, check_dtypes, layout, resolve_target
@@ -166,6 +180,7 @@ def _lower_ascend(
                 )
             with clock("fuse"):
                 program = fuse(program, plan, expected)
+            onnx_object = _add_onnx(program, plan, total, writer, clock) if onnx else None
             with clock("lower"):
                 lowered = lower_ascend(program, target=target, layers_total=total)
             with clock("lint"):
@@ -181,6 +196,7 @@ def _lower_ascend(
                     format="ge-modeldef",
                     object=writer.add_object(lowered.model, "graph"),
                     signature=writer.add_json(lowered.signature, "signature"),
+                    onnx=onnx_object,
                     report=lowered.report,
                 )
             )
@@ -211,6 +227,7 @@ def _lower_cpu(
     writer: ArtifactWriter,
     clock: _Clock,
     progress: Progress,
+    onnx: bool,
 ) -> _Lowered:
     from cann_export.lower.cpu import lower_cpu
 
@@ -233,6 +250,7 @@ def _lower_cpu(
             )
         with clock("fuse"), progress.stage("fuse"):
             program = fuse(program, plan, expected)
+        onnx_object = _add_onnx(program, plan, program.num_layers, writer, clock) if onnx else None
         with clock("lower"), progress.stage("compile"):
             lowered = lower_cpu(program, isa=settings.isa, out_dir=Path(scratch_dir))
             graph = Graph(
@@ -243,6 +261,7 @@ def _lower_cpu(
                 format="aoti-so",
                 object=writer.add_object(lowered.library, "graph"),
                 signature=writer.add_json(lowered.signature, "signature"),
+                onnx=onnx_object,
                 report={"lowered": lowered.report, **_histogram(program)},
             )
         kernels = writer.add_file(lowered.kernels, "library")
