@@ -117,7 +117,7 @@ def in_graph(ge: GeRanks, fused: FxRanks, script: Script) -> Place | str | None:
                 wanted[layer, name, counts[layer, name]] = node, tensor.clone()
                 counts[layer, name] += 1
 
-        fused.run(step, watch)
+        logits = fused.run(step, watch)
         got: list[tuple[Op, Key, Tensor]] = []
         ge_counts: Counter[tuple[int | None, str]] = Counter()
 
@@ -134,9 +134,9 @@ def in_graph(ge: GeRanks, fused: FxRanks, script: Script) -> Place | str | None:
             got.append((op, (layer, name, ge_counts[layer, name]), outputs[0].clone()))
             ge_counts[layer, name] += 1
 
-        failure = None
+        failure, ge_logits = None, logits
         try:
-            ge.run(step, watch_op)
+            ge_logits = ge.run(step, watch_op)
         except CannError as error:
             failure = str(error)
         for op, key, value in got:
@@ -152,6 +152,8 @@ def in_graph(ge: GeRanks, fused: FxRanks, script: Script) -> Place | str | None:
             layer, name, number = missing[0]
             node = wanted[missing[0]][0]
             return f"the graph lacks number {number} of {name} ({node.meta.get('source')}, layer {layer})"
+        if (off := _differs(ge_logits, logits)) is not None:
+            return Place("NetOutput_0", None, "between the last product and the output", *off)
     return None
 
 

@@ -235,7 +235,7 @@ class Ladder:
         place = ""
         if not ok:
             try:
-                place = str(where() or "no single node differs: see the notes")
+                place = str(where() or "no single node is off by more than the rounding of float32")
             except CannError as failure:
                 place = str(failure)
         seconds = time.perf_counter() - start

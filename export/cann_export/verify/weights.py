@@ -18,6 +18,7 @@ from cann_runtime.artifact.plan import WeightPlan
 from cann_runtime.artifact.weights import stream_params
 
 _POOL = 4194301  # a prime, so that rows of no power-of-two width line up
+_KEEP = 4 << 30  # bytes of tensors that are made once only
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -48,6 +49,8 @@ class SeededReader(CheckpointReader):
         pool = torch.randn(_POOL, generator=generator)
         widest = max((shape[-1] for shape in self._shapes.values() if shape), default=1)
         self._pool = torch.cat((pool, pool[: min(widest, _POOL)]))
+        self._kept: dict[str, Tensor] = {}
+        self._room = _KEEP
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
@@ -61,6 +64,16 @@ class SeededReader(CheckpointReader):
 
     def narrow(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start .. stop along dim."""
+        shape = self._shapes[name]
+        if name not in self._kept and self._room >= torch.Size(shape).numel() * self._dtype.itemsize:
+            self._kept[name] = self._made(name, 0, 0, None)
+            self._room -= self._kept[name].nbytes
+        if name not in self._kept:
+            return self._made(name, dim, start, stop)
+        whole = self._kept[name]
+        return whole if dim >= whole.dim() else whole.narrow(dim, start, (shape[dim] if stop is None else stop) - start)
+
+    def _made(self, name: str, dim: int, start: int, stop: int | None) -> Tensor:
         shape = self._shapes[name]
         columns = shape[-1]
         rows = torch.Size(shape[:-1]).numel()
