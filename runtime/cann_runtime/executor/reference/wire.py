@@ -95,9 +95,12 @@ def _value(raw: Any, kind: Kind, what: str) -> Any:
         return struct.unpack("<f", raw)[0]
     if kind == "text":
         try:
-            return str(raw, "utf-8")
+            text = str(raw, "utf-8")
         except UnicodeDecodeError:
             raise ArtifactError(f"{what} is damaged: a name is not UTF-8") from None
+        if not text.isprintable():
+            raise ArtifactError(f"{what} is damaged: a name holds control characters")
+        return text
     return raw
 
 
