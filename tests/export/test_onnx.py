@@ -162,7 +162,7 @@ def test_two_ranks_have_collectives_without_bodies(tmp_path: Path) -> None:
     bucket = Bucket(tokens=4, seqs=4, rows=4, max_blocks=4)
     program, plan, built = _static(config, "decode", bucket, tp=2)
     path = _write(program, plan, built, checkpoint, tmp_path / "onnx")
-    onnx.checker.check_model(str(path))
+    onnx.checker.check_model(str(path), full_check=True)
     model = onnx.load(path)
     counts = Counter((n.domain, n.op_type) for n in model.graph.node)
     layers = config["num_hidden_layers"]
@@ -186,7 +186,7 @@ def test_fused_ops_are_functions_and_bytes_repeat() -> None:
     models = [lower_onnx(*_static(config, "decode", bucket)[:2]) for _ in range(2)]
     assert models[0] == models[1]
     model = onnx.load_from_string(models[0])
-    assert {o.domain: o.version for o in model.opset_import}[""] == OPSET == onnx.defs.onnx_opset_version()
+    assert {o.domain: o.version for o in model.opset_import}[""] == OPSET <= onnx.defs.onnx_opset_version()
     calls = Counter(n.op_type for n in model.graph.node if n.domain == ATB)
     assert calls == {
         "linear_bias": 2,

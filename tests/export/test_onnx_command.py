@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,13 @@ def test_onnx_changes_nothing_else_and_refusals_are_one_line(
         assert message in line
     assert cann_export(["onnx", str(tmp_path / "both"), "-o", str(tmp_path / "out")]) == 0
     assert "no weights.safetensors" in capsys.readouterr().err
+
+
+def test_missing_onnx_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "onnx" else found(name, *rest))
+    for args in (["qwen2.5-7b", "--emit", "onnx", "-o", "out"], ["onnx", "out", "-o", "folder"]):
+        assert cann_export(args) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            "cann-export: error: ONNX models need onnx, which is not installed: pip install 'cann-export[onnx]'"
+        ]
