@@ -81,7 +81,9 @@ def _spoil(artifact: Path) -> None:
         graph["object"] = hashlib.sha256(data).hexdigest()
         (artifact / "objects" / graph["object"]).write_bytes(data)
         manifest["objects"][graph["object"]] = len(data)
-    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    data = json.dumps(manifest).encode()
+    (artifact / "manifest.json").write_bytes(data)
+    (artifact / "manifest.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  manifest.json\n")
 
 
 def test_layers_out_of_range_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,10 +181,10 @@ class Ladder:
             sizes = ", ".join(f"{g.phase} {g.bucket.tokens}" for g in self.script.skipped)
             self.report.notes.append(f"checked by linter and proof only: {sizes}")
 
-    def reference(self) -> None:
-        """transformers in float64, and in float32 and the model's dtype beside it."""
+    def reference(self, *, rounded: bool = True) -> None:
+        """transformers in float64, and in float32 beside it; where `rounded` also in the model's dtype."""
         dtype = getattr(torch, self.subject.manifest.dtype)
-        kinds = [torch.float64, torch.float32] + ([dtype] if dtype != torch.float32 else [])
+        kinds = [torch.float64, torch.float32] + ([dtype] if rounded and dtype != torch.float32 else [])
         for kind in kinds:
             start = time.perf_counter()
             logits = self._eager(kind)
@@ -328,16 +328,16 @@ def verify(artifact: Artifact, checkpoint_path: Any, layers: int | None, log: Lo
         reader = SeededReader(subject.plan, dtype)
         report.notes.append("seeded weights")
     ladder = Ladder(subject, reader, report, log)
-    ladder.reference()
-    weights = weight_bytes(subject.plan)
+    whole = weight_bytes(subject.plan) <= _RESIDENT
+    ladder.reference(rounded=whole)
     fused = None
-    if weights <= _RESIDENT:
+    if whole:
         fused = ladder.traces()
     else:
         report.notes.append("too big for every rung: transformers -> GE graphs only")
     if subject.manifest.target.kind == "ascend":
         ladder.ge("exact", fused)
-        if weights <= _RESIDENT:
+        if whole:
             ladder.ge("npu", None)
     else:
         from cann_export.verify.cpu import cpu_rung
