@@ -32,12 +32,15 @@ from cann_runtime.artifact.plan import WeightPlan
 from cann_runtime.artifact.store import Artifact
 from cann_runtime.artifact.weights import check_plan, resolve_names
 from cann_runtime.errors import ArtifactError, CannError
+from cann_runtime.loader import free_host_memory
 
 TOLERANCE = 2e-5
 EAGER_FACTOR = 1.5
 _RESIDENT = 2 << 30  # bytes of float32 weights up to which every rung is run
 _CUT_VOCAB = 256  # rows that a rank keeps of a vocabulary that is cut
 _STEP_TOKENS = 300
+_FEW_LAYERS = 2
+_WORKING = 1.5  # memory that the rungs take, in sizes of the float32 weights
 
 Log = Callable[[str], None]
 
@@ -315,6 +318,13 @@ def verify(artifact: Artifact, checkpoint_path: Any, layers: int | None, log: Lo
     """
     report = Report(str(artifact.path))
     subject = load_subject(artifact)
+    if artifact.manifest.target.kind == "cpu" and layers is not None:
+        raise ArtifactError("--layers: a compiled CPU package cannot be cut; verify it without --layers")
+    if layers is None and weight_bytes(subject.plan) * _WORKING > free_host_memory(1):
+        if artifact.manifest.target.kind == "cpu":
+            raise ArtifactError(f"{artifact.path} is too big to be verified in this host's memory")
+        layers = _FEW_LAYERS
+        report.notes.append(f"the whole model is too big for this host's memory: as with --layers {layers}")
     report.findings, report.proof = check_graphs(subject)
     log("linter and proof: done")
     if layers is not None:
