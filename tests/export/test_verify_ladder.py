@@ -93,8 +93,9 @@ def test_layers_out_of_range_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_the_cpu_package_is_a_rung(tmp_path: Path) -> None:
-    artifact, checkpoint = exported(tmp_path, "qwen2", 64, 1, "--target", "cpu")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_cpu_package_is_a_rung(tp: int, tmp_path: Path) -> None:
+    artifact, checkpoint = exported(tmp_path, "qwen2", 64, tp, "--target", "cpu")
     report = verify(Artifact.open(artifact), checkpoint, None, lambda text: None)
     assert report.ok
-    assert report.rungs[-1].name == "CPU package"
+    assert report.rungs[-1].name == f"CPU package, {tp} ranks"

@@ -352,5 +352,5 @@ def verify(artifact: Artifact, checkpoint_path: Any, layers: int | None, log: Lo
     else:
         from cann_export.verify.cpu import cpu_rung
 
-        cpu_rung(ladder, artifact)
+        cpu_rung(ladder, artifact, checkpoint_path)
     return report
