@@ -26,7 +26,7 @@ class Progress:
 
     def log(self, text: str) -> None:
         """One line."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

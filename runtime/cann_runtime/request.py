@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from cann_runtime.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -73,6 +71,8 @@ class Request:
         if not self.prompt:
             raise RequestError("the prompt has no tokens")
         self.tokens = list(self.prompt)
+        import torch  # here, so that a wrong argument or a damaged artifact is told without waiting for it
+
         self.generator = torch.Generator()
         if self.params.seed is None:
             self.generator.seed()
