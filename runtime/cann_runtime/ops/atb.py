@@ -4,7 +4,8 @@ Each op has a schema, a shape function and a plain-torch definition: the definit
 implementation (CPU kernel, Ascend op) is tested against. They are named after the ATB and torch_npu ops they stand for.
 Importing this module registers them.
 
-Shape letters: T tokens, S sequences, N query heads, K kv heads, D head_dim, B blocks, P block_size, M block-table columns.
+Shape letters: T tokens, S sequences, N query heads, K kv heads, D head_dim, B blocks, P block_size, M block-table
+columns.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 @custom_op("atb::rotary", mutates_args=())
 def rotary(q_TND: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding in the half (GPT-NeoX) mode: x * cos + rotate_half(x) * sin, cos and sin the same for all heads."""
+    """Rotary embedding in the half (GPT-NeoX) mode: x * cos + rotate_half(x) * sin, cos and sin equal for all heads."""
     cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
     return q_TND * cos + _rotate_half(q_TND) * sin, k_TKD * cos + _rotate_half(k_TKD) * sin
 
@@ -112,8 +113,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of S sequences packed in T rows over a paged cache: [T, N, D].
 
-    query_lens is cumulative int64 (the last value is T); kv_lens int64 counts each sequence's keys after this step. Row i
-    of a sequence with q rows and n keys sees keys 0 .. n - q + i. Query head h reads kv head h // (N / K).
+    query_lens is cumulative int64 (the last value is T); kv_lens int64 counts each sequence's keys after this step.
+    Row i of a sequence with q rows and n keys sees keys 0 .. n - q + i. Query head h reads kv head h // (N / K).
     Softmax in float32.
     """
     out_TND = torch.zeros_like(q_TND)
