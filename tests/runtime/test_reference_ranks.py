@@ -132,6 +132,7 @@ def test_processes_over_gloo_do_the_same(tmp_path: Path) -> None:
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "4",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     processes = [
         subprocess.Popen([sys.executable, __file__, str(tmp_path)], env={**env, "RANK": str(rank)}) for rank in range(4)
