@@ -86,7 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     proof.add_argument(
         "--precision",
         choices=("exact", "exact64", "npu"),
-        default="exact",
         help="of the reference: float32 (default) or float64 throughout, or the device's dtypes and roundings",
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -133,6 +132,10 @@ def _guarded(args: argparse.Namespace, command: list[str]) -> int:
 def _run(args: argparse.Namespace, command: list[str]) -> int:
     if not (args.compile_only or args.chat or args.score or args.prompts is not None or args.prompt is not None):
         raise RequestError(f"nothing to do: pass {MODES}")
+    if args.precision is not None and args.executor is None:
+        raise RequestError("--precision is of --executor reference: pass both, or neither")
+    if args.compile_only and args.executor is not None:
+        raise RequestError("--compile-only fills the cache of a device: it does not go with --executor reference")
     for flag, file in (("--prompts", args.prompts), ("--score", args.score)):
         if file is not None and not file.is_file():
             raise RequestError(f"{flag}: {file} is not a file")
@@ -225,7 +228,7 @@ def _serve(
     reference = args.executor == "reference"
     try:
         if reference:
-            executor = load_reference(artifact, args.checkpoint, launch.rank, args.precision)
+            executor = load_reference(artifact, args.checkpoint, launch.rank, args.precision or "exact")
         else:
             executor = load_rank(artifact, args.checkpoint, launch.rank)
         blocks = kv_budget(artifact, launch.local_size, args.kv_memory, reference)

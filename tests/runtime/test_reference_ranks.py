@@ -217,5 +217,24 @@ def test_cann_run_prints_the_same_tokens_as_transformers(run_program: RunProgram
         assert got == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--prompt", "x", "--precision", "npu"], "--precision is of --executor reference"),
+        (["--prompt", "x", "--executor", "reference", "--precision", "half"], "invalid choice: 'half'"),
+        (["--compile-only", "--executor", "reference"], "does not go with --executor reference"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from cann_runtime.cli import main
+
+    try:
+        code = main(["nowhere", *flags])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert text in capsys.readouterr().err
+
+
 if __name__ == "__main__":
     work_of_one_process()
