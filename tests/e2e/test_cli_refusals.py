@@ -117,11 +117,15 @@ BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 515, 
     ("changes", "words"),
     [
         ({"model_type": "qwen9000"}, ["model_type 'qwen9000'", "not known to transformers"]),
-        ({"model_type": "vit"}, ["vit", "no causal language model"]),
+        pytest.param({"model_type": "vit"}, ["vit", "no causal language model"], marks=pytest.mark.slow),
         ({"model_type": "gpt2"}, ["GPT2LMHeadModel", "no list of decoder layers"]),
-        ({"model_type": "gemma2", "head_dim": 64}, ["Gemma2ForCausalLM", "attn_logit_softcapping"]),
+        pytest.param(
+            {"model_type": "gemma2", "head_dim": 64},
+            ["Gemma2ForCausalLM", "attn_logit_softcapping"],
+            marks=pytest.mark.slow,
+        ),
         ({"model_type": "mixtral"}, ["MixtralForCausalLM", "mixture of experts"]),
-        ({"model_type": "nemotron"}, ["NemotronAttention", "attention function"]),
+        pytest.param({"model_type": "nemotron"}, ["NemotronAttention", "attention function"], marks=pytest.mark.slow),
         (
             {"model_type": "qwen2", "hidden_act": "swoosh"},
             ["Qwen2ForCausalLM cannot be made from this config", "swoosh"],
