@@ -9,6 +9,7 @@ Shape letters: T tokens, S sequences, R logits rows, M block-table columns, V vo
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +118,6 @@ def steps_for(sequences: list[list[int]], chunks: list[list[int]]) -> list[list[
 
 def main(job_file: str) -> None:
     """One rank over gloo; the job gives config, checkpoint, dtype, sequences, chunks, and where to put the logits."""
-    import os
-
     import torch.distributed as dist
     from safetensors.torch import save_file
 
@@ -136,3 +135,5 @@ def main(job_file: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    # As cann-run does: the registered group's threads can abort the interpreter's teardown.
+    os._exit(0)

@@ -95,8 +95,16 @@ def export(
             manifest = _manifest(settings, config, world, lowered, writer)
             manifest = _add_checkpoint(manifest, settings, lowered.plan, reader, writer, progress)
             manifest = writer.finish(manifest)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Report(manifest, output, clock.seconds, peak)
+    return Report(manifest, output, clock.seconds, _peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """Largest resident size of this process. Not ru_maxrss where it can be helped: that one outlives exec, and would
+    be the size of a large process that started this one."""
+    try:
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _build(settings: Settings, layers: int | None = None) -> BuiltModel:
