@@ -9,7 +9,7 @@ import contextlib
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,8 @@ def _lower_ascend(
     with clock("toolchain"), progress.stage("toolchain"):
         toolchain = ensure_toolchain(progress.log)
     buckets = static_buckets(settings, flat)
+    scratch = scratch_blocks(buckets, settings.block_size, dynamic=False)
+    kv = _kv_spec(settings, built, "per_layer", scratch, total)
     graphs: list[Graph] = []
     plan = first_plan
     fusions: dict[str, int] = {}
@@ -192,7 +194,6 @@ def _lower_ascend(
             with clock("lower"):
                 lowered = lower_ascend(program, target=target, layers_total=total)
             with clock("lint"):
-                kv = _kv_spec(settings, built, "per_layer", 0, total)
                 facts = Facts(str(target.family), phase, bucket, world, kv, settings.dtype, settings.config)
                 check(lowered.model, lowered.signature, facts)
             fusions = program.report
@@ -209,7 +210,6 @@ def _lower_ascend(
                 )
             )
             done(f"{phase} {bucket.tokens}")
-    scratch = scratch_blocks(buckets, settings.block_size, dynamic=False)
     described = {
         "layout": "flat" if flat else "rectangular",
         "mixed_phases": False,
@@ -218,7 +218,7 @@ def _lower_ascend(
     }
     return _Lowered(
         graphs,
-        _kv_spec(settings, built, "per_layer", scratch, total),
+        kv,
         expand_plan(plan, len(built.layers), total),
         target,
         fusions,
@@ -353,6 +353,3 @@ def _add_checkpoint(
                 done(f"rank {rank}")
         update["weights"] = weights
     return manifest.model_copy(update=update)
-
-
-Log = Callable[[str], None]

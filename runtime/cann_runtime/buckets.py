@@ -43,7 +43,8 @@ def pads_rows_as_sequences(graph: Graph) -> bool:
     return graph.phase == "decode"
 
 
-def _capacity(index: int, graph: Graph) -> Capacity:
+def graph_capacity(index: int, graph: Graph) -> Capacity:
+    """What one graph holds; `index` is its place among the graphs of the rank."""
     bucket = graph.bucket
     if bucket.query_len is not None:
         return Capacity(index, min(bucket.seqs, bucket.rows), bucket.seqs * bucket.query_len, bucket.query_len)
@@ -72,7 +73,7 @@ class Buckets:
             (graph for graph in manifest.graphs if rank in graph.ranks),
             key=lambda g: (g.phase, g.bucket.tokens, g.bucket.seqs, g.bucket.rows, g.bucket.query_len or 0),
         )
-        capacities = [_capacity(i, graph) for i, graph in enumerate(self.graphs)]
+        capacities = [graph_capacity(i, graph) for i, graph in enumerate(self.graphs)]
         by_size = sorted(capacities, key=lambda c: (c.tokens, c.seqs, c.chunk))
         self._decode = [c for c in by_size if self.graphs[c.index].phase != "prefill"]
         self._prefill = [c for c in by_size if self.graphs[c.index].phase != "decode"]

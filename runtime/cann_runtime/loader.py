@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from cann_runtime.artifact.store import Artifact
 from cann_runtime.artifact.weights import check_plan, stream_packed, stream_params
 from cann_runtime.errors import ArtifactError
 from cann_runtime.executor.base import Executor
+
+if TYPE_CHECKING:
+    from cann_runtime.executor.cpu import CpuExecutor
 
 log = logging.getLogger(__name__)
 
@@ -87,18 +91,23 @@ def load_rank(artifact: Artifact, checkpoint: Path | None, rank: int) -> Executo
         from cann_runtime.executor.npu import NpuExecutor
 
         return NpuExecutor(artifact, params, rank=rank, log=log.info)
+    cpu = cpu_executor(artifact, rank)
+    cpu.load_weights(params)
+    return cpu
+
+
+def cpu_executor(artifact: Artifact, rank: int) -> CpuExecutor:
+    """The executor of one rank of a CPU artifact, its libraries and graphs loaded and its weights not yet bound."""
     from cann_runtime.executor.cpu import CpuExecutor
 
     manifest = artifact.manifest
     mine = [graph for graph in manifest.graphs if rank in graph.ranks]
-    cpu = CpuExecutor(
+    return CpuExecutor(
         [artifact.object_path(library.sha256) for library in manifest.libraries],
         {graph.object: (artifact.object_path(graph.object), artifact.signature(graph.signature)) for graph in mine},
         manifest.kv_cache,
         isa=manifest.target.isa,
     )
-    cpu.load_weights(params)
-    return cpu
 
 
 def load_reference(artifact: Artifact, checkpoint: Path | None, rank: int, precision: str) -> Executor:

@@ -92,7 +92,7 @@ def rank_main(folder: Path) -> None:
     """One rank of the package: run the steps of the job in `folder`."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    from cann_runtime.executor.cpu import CpuExecutor
+    from cann_runtime.loader import cpu_executor
 
     job: dict[str, Any] = json.loads((folder / "job.json").read_text())
     artifact = Artifact.open(job["artifact"])
@@ -103,12 +103,7 @@ def rank_main(folder: Path) -> None:
         torch.set_num_threads(1)
         comm = _connect(rank, world, TCPStore, PrefixStore)
     graphs = [graph for graph in manifest.graphs if rank in graph.ranks]
-    executor = CpuExecutor(
-        [artifact.object_path(library.sha256) for library in manifest.libraries],
-        {g.object: (artifact.object_path(g.object), artifact.signature(g.signature)) for g in graphs},
-        manifest.kv_cache,
-        isa=manifest.target.isa,
-    )
+    executor = cpu_executor(artifact, rank)
     plan, dtype = artifact.plan(), getattr(torch, manifest.dtype)
     seeded = job["checkpoint"] is None
     reader = SeededReader(plan, dtype) if seeded else RoundedReader(Path(job["checkpoint"]), dtype)

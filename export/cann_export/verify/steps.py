@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cann_runtime.artifact.manifest import Graph, Manifest
-from cann_runtime.buckets import _capacity
+from cann_runtime.buckets import graph_capacity
 from cann_runtime.errors import ArtifactError
 from cann_runtime.executor.base import StepInputs
 from cann_runtime.kv.manager import KVManager
@@ -82,8 +82,8 @@ def make_script(manifest: Manifest, vocab: int, max_tokens: int, seed: int = 0) 
     decode = [g for g in decode if g.bucket.tokens <= max_tokens] or decode[:1]
     prefill = [g for g in prefill if g.bucket.tokens <= max_tokens] or prefill[:1]
     size = manifest.kv_cache.block_size
-    room = max(_capacity(0, g).tokens for g in prefill)
-    most = max(_capacity(0, g).seqs for g in decode)
+    room = max(graph_capacity(0, g).tokens for g in prefill)
+    most = max(graph_capacity(0, g).seqs for g in decode)
     decodes = max(DECODES, len(decode))
     longest = min(manifest.max_seq_len, max(g.bucket.max_blocks for g in graphs) * size) - decodes - 1
     lengths = [max(2, min(n, longest, room)) for n in _LENGTHS][: min(3, most)]
@@ -115,11 +115,11 @@ def make_script(manifest: Manifest, vocab: int, max_tokens: int, seed: int = 0) 
 
     chunks = _chunks(lengths, alone=prefill[0].bucket.query_len is not None)
     for i, (who, counts) in enumerate(chunks):
-        fitting = [g for g in prefill if _capacity(0, g).holds(len(who), sum(counts), max(counts))]
+        fitting = [g for g in prefill if graph_capacity(0, g).holds(len(who), sum(counts), max(counts))]
         run(fitting[i % len(fitting)], who, counts)
     for i in range(decodes):
         graph = decode[i % len(decode)]
-        count = min(len(texts), _capacity(0, graph).seqs)
+        count = min(len(texts), graph_capacity(0, graph).seqs)
         who = sorted(range(len(texts)), key=lambda s: requests[s].num_computed - lengths[s])[:count]
         run(graph, who, [1] * count)
     ran = {id(step.graph) for step in steps}
